@@ -38,7 +38,9 @@ _KERNELS = {
     "sm_80": "sm_80, mma.sync",
     "cpu": "the CPU kernels",
     "none": "nothing runs, the output is empty",
+    "composed": "no kernel; composed of other ops",
 }
+_WITHOUT_PLAN = ("cpu", "none", "composed")
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,10 @@ class GemmPlan:
     dtype: torch.dtype
     device: str
     #: "sm_90": wgmma and TMA. "sm_80": mma.sync. "cpu": the CPU kernels, which choose at run time. "none": the output
-    #: is empty, and nothing runs. For "cpu" and "none" the fields below keep their defaults.
+    #: is empty, and nothing runs. "composed": there is no kernel for the dtype or head dims, and other ops compute the
+    #: same. But for `refusal` the fields below keep their defaults in these three cases.
     kernel: str
-    #: Why wgmma does not serve the product; empty if it does.
+    #: Why wgmma does not serve the product, or why no kernel does; empty if wgmma does.
     refusal: str = ""
     #: ``(M, N, K)`` of a block's step. If `swapped`, M is the tile's extent along the columns of the output.
     tile: tuple[int, int, int] = (0, 0, 0)
@@ -80,8 +83,8 @@ class GemmPlan:
 
     def __str__(self) -> str:
         of = f"{self.m} x {self.n} x {self.k} {dtype_name(self.dtype)} on {self.device}: "
-        if self.kernel in ("cpu", "none"):
-            return of + _KERNELS[self.kernel]
+        if self.kernel in _WITHOUT_PLAN:
+            return of + _KERNELS[self.kernel] + f": {self.refusal}" * bool(self.refusal)
         sizes = " x ".join(map(str, self.tile))
         blocks = " x ".join(map(str, self.grid if self.grid[1] > 1 else self.grid[:1]))
         parts = [f"tile {sizes}{' of the transposed product' * self.swapped}, {self.stages} stages, {self.schedule}"]
@@ -148,7 +151,7 @@ def gemm_plan(
         "kernel": kernel,
     }
     if not numbers:
-        return GemmPlan(**found)
+        return GemmPlan(**found, refusal=refusal)
     schedule = "multistage" if kernel == "sm_80" else "ping-pong" if numbers["ping_pong"] else "cooperative"
     return GemmPlan(
         **found,
@@ -173,9 +176,10 @@ class AttentionPlan:
     device: str
     backward: bool
     #: "sm_90": wgmma and TMA. "sm_80": mma.sync. "cpu": the CPU kernels, which choose at run time. "none": the output
-    #: is empty, and nothing runs. For "cpu" and "none" the fields below keep their defaults.
+    #: is empty, and nothing runs. "composed": there is no kernel for the dtype or head dims, and other ops compute the
+    #: same. But for `refusal` the fields below keep their defaults in these three cases.
     kernel: str
-    #: Why wgmma does not serve the call; empty if it does.
+    #: Why wgmma does not serve the call, or why no kernel does; empty if wgmma does.
     refusal: str = ""
     #: ``(D, Dv)`` of the tile, to which the head dims are padded with zeros.
     dims: tuple[int, int] = (0, 0)
@@ -197,8 +201,8 @@ class AttentionPlan:
         sizes = " x ".join(map(str, self.shape))
         of = f"attention {'backward' * self.backward or 'forward'}, query {sizes} {dtype_name(self.dtype)} "
         of += f"on {self.device}: {_KERNELS[self.kernel]}"
-        if self.kernel in ("cpu", "none"):
-            return of
+        if self.kernel in _WITHOUT_PLAN:
+            return of + f": {self.refusal}" * bool(self.refusal)
         parts = [
             f"tile of {self.tile[0]} queries by {self.tile[1]} keys, head dims up to {self.dims[0]}, {self.dims[1]}"
         ]

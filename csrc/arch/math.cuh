@@ -135,4 +135,40 @@ DEVICE float unpack_high(uint32_t packed) {
   return to_float(T{uint16_t(packed >> 16)});
 }
 
+// Adjacent elements in memory, of two or four bytes each.
+template <class T, int count>
+DEVICE Words<count * int(sizeof(T)) / 4> words_of(const float (&x)[count]) {
+  Words<count * int(sizeof(T)) / 4> words;
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) words.data[i] = float_bits(x[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < count; i += 2) words.data[i / 2] = pack<T>(x[i], x[i + 1]);
+  }
+  return words;
+}
+template <class T>
+using Pair = Words<sizeof(T) / 2>;
+template <class T>
+DEVICE Pair<T> pair_of(float first, float second) {
+  const float x[2] = {first, second};
+  return words_of<T>(x);
+}
+
+// The inverse.
+template <class T, int words, int count>
+DEVICE void unpack(const Words<words>& from, float (&x)[count]) {
+  static_assert(count * sizeof(T) == 4 * words);
+#pragma unroll
+  for (int i = 0; i < words; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      x[i] = bits_float(from.data[i]);
+    } else {
+      x[2 * i] = unpack_low<T>(from.data[i]);
+      x[2 * i + 1] = unpack_high<T>(from.data[i]);
+    }
+  }
+}
+
 }  // namespace cuda_ext::arch

@@ -98,6 +98,7 @@ struct AttentionParams {
   KeyCache cache;
 
   bool uses_wgmma = true;  // on devices that have it
+  bool in_tf32 = false;    // products of float32 on CUDA; else as exact as float32
 };
 
 struct AttentionBackwardParams : AttentionParams {

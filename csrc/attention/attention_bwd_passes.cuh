@@ -29,13 +29,13 @@ attention_bwd_rows(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     if (exists) {
       const T* const out = row_of<const T>(p.out, batch, sequence.q_begin + query, head);
       const T* const grad_out = row_of<const T>(p.grad_out, batch, sequence.q_begin + query, head);
-      for (int d = arch::thread_index() % kLanes * 8; d < p.dim_v; d += kLanes * 8) {
-        const auto x = arch::load_global<arch::Words4>(out + d), y = arch::load_global<arch::Words4>(grad_out + d);
+      constexpr int kElements = 16 / sizeof(T);
+      for (int d = arch::thread_index() % kLanes * kElements; d < p.dim_v; d += kLanes * kElements) {
+        float x[kElements], y[kElements];
+        arch::unpack<T>(arch::load_global<arch::Words4>(out + d), x);
+        arch::unpack<T>(arch::load_global<arch::Words4>(grad_out + d), y);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          sum = arch::fma(arch::unpack_low<T>(x.data[i]), arch::unpack_low<T>(y.data[i]), sum);
-          sum = arch::fma(arch::unpack_high<T>(x.data[i]), arch::unpack_high<T>(y.data[i]), sum);
-        }
+        for (int i = 0; i < kElements; ++i) sum = arch::fma(x[i], y[i], sum);
       }
     }
     sum = arch::sum_over_lanes<kLanes>(sum);

@@ -1,5 +1,5 @@
-// Flash attention backward for sm_80 and later (Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2), for float16
-// and bfloat16.
+// Flash attention backward for sm_80 and later (Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2), for float16,
+// bfloat16 and float32 (in tf32, or as exact as float32: tile/products.cuh).
 //
 // Problem        AttentionBackwardParams in attention.h:
 //                P = exp(logits - lse)     dP = dO V^T     dS = P o (dP - delta), delta = rowsum(dO o O) - dlse
@@ -63,14 +63,14 @@ struct Backward {
 
   // TileXOfY: the bytes of tile X as the operand of the product that gives Y.
   using TileK = OperandTile<T, Side::kA, true, kBlockN, config.dim>;
-  using TileKOfDQ = OperandTile<T, Side::kB, false, config.dim, kBlockN>;
+  using TileKOfDQ = OperandTile<T, Side::kB, false, config.dim, kBlockN, OrderOfK::kPairs>;
   using TileV = OperandTile<T, Side::kA, true, kBlockN, config.dim_v>;
   using TileQ = OperandTile<T, Side::kB, true, kBlockM, config.dim>;
-  using TileQOfDK = OperandTile<T, Side::kB, false, config.dim, kBlockM>;
+  using TileQOfDK = OperandTile<T, Side::kB, false, config.dim, kBlockM, OrderOfK::kPairs>;
   using TileDO = OperandTile<T, Side::kB, true, kBlockM, config.dim_v>;
-  using TileDOOfDV = OperandTile<T, Side::kB, false, config.dim_v, kBlockM>;
-  using TileScores = OperandTile<T, Side::kA, true, kBlockN, kBlockM>;
-  using TileScoresOfDQ = OperandTile<T, Side::kA, false, kBlockM, kBlockN>;
+  using TileDOOfDV = OperandTile<T, Side::kB, false, config.dim_v, kBlockM, OrderOfK::kPairs>;
+  using TileScores = OperandTile<T, Side::kA, true, kBlockN, kBlockM, OrderOfK::kPairs>;
+  using TileScoresOfDQ = OperandTile<T, Side::kA, false, kBlockM, kBlockN, OrderOfK::kPairs>;
 
   struct Storage {
     alignas(128) unsigned char k[TileK::kBytes];
@@ -170,12 +170,13 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     // S^T = K Q^T - lse; with options lse is subtracted later.
     if constexpr (!Kernel::kWithOptions) start_columns<Kernel>(s, shared.minus_lse);
     multiply<typename Kernel::TileQ, kSplit>(rows_of<Scores, typename Kernel::TileK>(base, offsetof(Storage, k)),
-                                             columns_of<Scores, typename Kernel::TileQ>(base, offsetof(Storage, q)), s);
+                                             columns_of<Scores, typename Kernel::TileQ>(base, offsetof(Storage, q)), s,
+                                             p.in_tf32);
     // dP^T = V dO^T - delta, likewise.
     if constexpr (!Kernel::kWithOptions) start_columns<Kernel>(grad, shared.minus_delta);
     multiply<typename Kernel::TileDO, kSplit>(
         rows_of<Scores, typename Kernel::TileV>(base, offsetof(Storage, v)),
-        columns_of<Scores, typename Kernel::TileDO>(base, offsetof(Storage, grad_out)), grad);
+        columns_of<Scores, typename Kernel::TileDO>(base, offsetof(Storage, grad_out)), grad, p.in_tf32);
 
     const BackwardTask::Keys keys = load_struct(shared.task.keys);
     const bool is_masked =
@@ -196,21 +197,21 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     const LaneAddress lane_q = columns_of<GradK, typename Kernel::TileQOfDK>(base, offsetof(Storage, q));
     if constexpr (kSplit == 1) {
       // dV += P^T dO, with P from registers.
-      multiply<typename Kernel::TileDOOfDV>(operand_of<T>(s), lane_do, grad_value);
+      multiply<typename Kernel::TileDOOfDV>(operand_of<T>(s), lane_do, grad_value, p.in_tf32);
       arch::sync_threads();  // dS is written, and the output gradients have been read
       // The next output gradients arrive during dK.
       if (more) copy_grad_out(load_struct(shared.task.steps).next(tile));
       // dK += dS^T Q, with dS from registers.
-      multiply<typename Kernel::TileQOfDK>(operand_of<T>(grad), lane_q, grad_key);
+      multiply<typename Kernel::TileQOfDK>(operand_of<T>(grad), lane_q, grad_key, p.in_tf32);
       arch::sync_threads();  // the queries have been read
     } else {
       // A warp has half of the queries of its keys, and dV needs all: P goes through shared memory, too.
       stage<Scores, typename Kernel::TileScores>(tile_p, s, 1.0f);
       arch::sync_threads();  // P and dS are written
       multiply<typename Kernel::TileDOOfDV, kSplit>(
-          rows_of<Scores, typename Kernel::TileScores>(base, offsetof(Storage, probs)), lane_do, grad_value);
+          rows_of<Scores, typename Kernel::TileScores>(base, offsetof(Storage, probs)), lane_do, grad_value, p.in_tf32);
       multiply<typename Kernel::TileQOfDK, kSplit>(
-          rows_of<Scores, typename Kernel::TileScores>(base, offsetof(Storage, grad_scores)), lane_q, grad_key);
+          rows_of<Scores, typename Kernel::TileScores>(base, offsetof(Storage, grad_scores)), lane_q, grad_key, p.in_tf32);
       arch::sync_threads();  // queries and output gradients have been read
       if (more) copy_grad_out(load_struct(shared.task.steps).next(tile));
     }
@@ -222,7 +223,7 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     typename GradQ::Accumulators grad_query = {};
     multiply<typename Kernel::TileKOfDQ, GradQ::kWarpsN>(
         rows_of<GradQ, typename Kernel::TileScoresOfDQ>(base, offsetof(Storage, grad_scores)),
-        columns_of<GradQ, typename Kernel::TileKOfDQ>(base, offsetof(Storage, k)), grad_query);
+        columns_of<GradQ, typename Kernel::TileKOfDQ>(base, offsetof(Storage, k)), grad_query, p.in_tf32);
     const int row = padded_row<Kernel>(plan, load_struct(shared.task.queries), tile);
     const WorkspaceTile<GradQ> sums(plan.grad_query + int64_t(row) * GradQ::kColumns);
     if (plan.dq_semaphore == nullptr) {

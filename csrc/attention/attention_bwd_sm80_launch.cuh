@@ -36,7 +36,7 @@ void launch_backward(const AttentionBackwardParams& p, const AllocateWorkspace& 
 // Calls f(Backward<..>{}) with the instantiation that the parameters and the device require.
 template <class T, int dim, class F>
 auto with_backward(const AttentionBackwardParams& p, const rt::Device& device, const F& f) {
-  constexpr const BackwardTile& tile = tile_of(kBackwardTiles, dim);
+  constexpr const BackwardTile& tile = tile_of(kBackwardTilesOf<T>, dim);
   const auto with = [&]<BackwardConfig config>() {
     return has_options(p) ? f(Backward<T, config, true>{}) : f(Backward<T, config, false>{});
   };

@@ -10,6 +10,10 @@ namespace cuda_ext {
 
 struct CachedAttentionParams : AttentionParams {
   int64_t num_splits = 0;  // parts of the keys of each sequence; 0: chosen by its length
+  // On CUDA dim and dim_v are multiples of 8, also where the rows of the cache are shorter: elements of a row, and the
+  // alignment of rows in bytes, 16, 4 or 2.
+  int64_t key_width = 0, value_width = 0;
+  int key_alignment = 16, value_alignment = 16;
 };
 
 // Appends `count` keys and values to each sequence, and rotates queries and new keys (Su et al., arXiv 2104.09864).
@@ -21,6 +25,7 @@ struct CacheAppendParams {
   HeadsView query, rotated_query;  // without data if queries are not rotated
   HeadsView key, value;            // the new ones
   HeadsView key_cache, value_cache;
+  bool is_aligned = true;  // all rows to 16 bytes, and head dims are multiples of 8
 
   // cos and sin (positions, rotary_dim / 2), contiguous, in the storage type; null for none.
   const void* rotary_cos = nullptr;

@@ -8,47 +8,72 @@
 
 namespace cuda_ext::attention {
 
-// Eight elements of a row in float32.
+// Eight elements of a row in float32, which are 16 or 32 bytes in memory.
 struct Eight {
   float of[8];
 };
 template <class T>
-DEVICE Eight load_eight(const T* from) {
-  const auto words = arch::load_global<arch::Words4>(from);
-  Eight x;
+struct Chunks {
+  arch::Words4 of[sizeof(T) / 2];
+};
+template <class T>
+DEVICE Chunks<T> load_chunks(const T* from) {
+  Chunks<T> chunks;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    x.of[2 * i] = arch::unpack_low<T>(words.data[i]);
-    x.of[2 * i + 1] = arch::unpack_high<T>(words.data[i]);
+  for (int i = 0; i < int(sizeof(T)) / 2; ++i)
+    chunks.of[i] = arch::load_global<arch::Words4>(from + i * (16 / sizeof(T)));
+  return chunks;
+}
+template <class T>
+DEVICE void store_chunks(T* to, const Chunks<T>& chunks) {
+#pragma unroll
+  for (int i = 0; i < int(sizeof(T)) / 2; ++i) arch::store_global(to + i * (16 / sizeof(T)), chunks.of[i]);
+}
+template <class T>
+DEVICE Eight load_eight(const T* from, bool is_aligned = true) {
+  Eight x;
+  if (is_aligned) {
+    arch::unpack<T>(__builtin_bit_cast(arch::Words<2 * sizeof(T)>, load_chunks(from)), x.of);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x.of[i] = arch::to_float(arch::load_global<T>(from + i));
   }
   return x;
 }
+template <class T>
+DEVICE void store_eight(T* to, const Eight& x, bool is_aligned) {
+  if (is_aligned) {
+    store_chunks(to, __builtin_bit_cast(Chunks<T>, arch::words_of<T>(x.of)));
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) arch::store_global(to + i, arch::from_float<T>(x.of[i]));
+  }
+}
 
-// Elements [first, first + 8) of a row at `position`, rotated.
+// Elements [first, first + 8) of a row at `position`, which are among the rotary_dim first, rotated.
 template <class T>
 DEVICE Eight rotated_eight(const CacheAppendParams& p, const T* row, int first, int64_t position) {
-  Eight x = load_eight(row + first);
+  Eight x = load_eight(row + first, p.is_aligned);
   const int half = int(p.rotary_dim) / 2;
-  if (first >= int(p.rotary_dim) || position < 0 || position >= p.positions) return x;
+  if (position < 0 || position >= p.positions) return x;
   const T* const cos = static_cast<const T*>(p.rotary_cos) + position * half;
   const T* const sin = static_cast<const T*>(p.rotary_sin) + position * half;
   if (p.interleaved) {
-    const auto c = arch::load_global<arch::Words2>(cos + first / 2),
-               s = arch::load_global<arch::Words2>(sin + first / 2);
+    float c[4], s[4];
+    arch::unpack<T>(arch::load_global<arch::Words<sizeof(T)>>(cos + first / 2), c);
+    arch::unpack<T>(arch::load_global<arch::Words<sizeof(T)>>(sin + first / 2), s);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float by_cos = i % 2 == 0 ? arch::unpack_low<T>(c.data[i / 2]) : arch::unpack_high<T>(c.data[i / 2]);
-      const float by_sin = i % 2 == 0 ? arch::unpack_low<T>(s.data[i / 2]) : arch::unpack_high<T>(s.data[i / 2]);
       const float even = x.of[2 * i], odd = x.of[2 * i + 1];
-      x.of[2 * i] = even * by_cos - odd * by_sin;
-      x.of[2 * i + 1] = even * by_sin + odd * by_cos;
+      x.of[2 * i] = even * c[i] - odd * s[i];
+      x.of[2 * i + 1] = even * s[i] + odd * c[i];
     }
     return x;
   }
   // The other half of the pairs is half of rotary_dim away, a multiple of 8.
   const bool is_first = first < half;
   const int angle = is_first ? first : first - half;
-  const Eight other = load_eight(row + (is_first ? first + half : angle)), c = load_eight(cos + angle),
+  const Eight other = load_eight(row + (is_first ? first + half : angle), p.is_aligned), c = load_eight(cos + angle),
               s = load_eight(sin + angle);
 #pragma unroll
   for (int i = 0; i < 8; ++i) x.of[i] = x.of[i] * c.of[i] + (is_first ? -other.of[i] : other.of[i]) * s.of[i];
@@ -70,8 +95,7 @@ attention_cache_append(GRID_CONSTANT CacheAppendParams p) {
   const int heads = int(of_query ? p.heads : p.heads_kv), head = int(line % heads);
   const int64_t in_sequence = of_query ? p.seqlen_q : p.count;
   const int64_t i = line / heads % in_sequence;
-  const int batch = int(line / heads / in_sequence), first = arch::lane_index() * 8;
-  if (first >= (of_value ? p.dim_v : p.dim)) return;
+  const int batch = int(line / heads / in_sequence), width = int(of_value ? p.dim_v : p.dim);
 
   const int64_t length = p.cache.lengths != nullptr ? arch::load_global<int32_t>(p.cache.lengths + batch) : 0;
   const int64_t first_position =
@@ -96,13 +120,17 @@ attention_cache_append(GRID_CONSTANT CacheAppendParams p) {
       to = row_of<T>(cache, int(page), row % p.cache.page_size, head);
     }
   }
-  if (of_value || p.rotary_cos == nullptr) {
-    arch::store_global(to + first, arch::load_global<arch::Words4>(from + first));
-    return;
+  const int rotated = of_value || p.rotary_cos == nullptr ? 0 : int(p.rotary_dim);  // a multiple of 16
+  const int64_t position = p.position(first_position, i, of_query);
+#pragma unroll 1
+  for (int first = arch::lane_index() * 8; first < width; first += arch::kWarpSize * 8) {
+    if (first < rotated)
+      store_eight(to + first, rotated_eight(p, from, first, position), p.is_aligned);
+    else if (p.is_aligned)
+      store_chunks(to + first, load_chunks(from + first));
+    else
+      for (int e = first; e < first + 8 && e < width; ++e) arch::store_global(to + e, arch::load_global<T>(from + e));
   }
-  const Eight x = rotated_eight(p, from, first, p.position(first_position, i, of_query));
-  arch::store_global(to + first, arch::Words4{{arch::pack<T>(x.of[0], x.of[1]), arch::pack<T>(x.of[2], x.of[3]),
-                                               arch::pack<T>(x.of[4], x.of[5]), arch::pack<T>(x.of[6], x.of[7])}});
 }
 
 }  // namespace cuda_ext::attention

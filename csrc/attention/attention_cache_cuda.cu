@@ -5,7 +5,7 @@
 namespace cuda_ext {
 
 void launch_attention_cache_cuda(const CachedAttentionParams& params, const AllocateWorkspace& allocate, void* stream) {
-  attention::with_kernel<attention::sm80::CacheLauncher, attention::kCacheHeadDims>(
+  attention::with_kernel<attention::sm80::CacheLauncher, attention::kCacheHeadDims, attention::kFloat32HeadDims>(
       "flash_attention_with_kvcache", params, [&](auto launcher) { launcher.launch(params, allocate, stream); });
 }
 
@@ -16,7 +16,9 @@ void launch_cache_append_cuda(const CacheAppendParams& params, void* stream) {
   if (lines == 0) return;
   const rt::LaunchConfig config{
       .grid = {int((lines + kThreads / 32 - 1) / (kThreads / 32))}, .threads = kThreads, .stream = stream};
-  if (params.dtype == Dtype::kFloat16)
+  if (params.dtype == Dtype::kFloat32)
+    rt::launch<attention::attention_cache_append<float, kThreads>>("attention_cache_append", config, params);
+  else if (params.dtype == Dtype::kFloat16)
     rt::launch<attention::attention_cache_append<half_t, kThreads>>("attention_cache_append", config, params);
   else
     rt::launch<attention::attention_cache_append<bfloat16_t, kThreads>>("attention_cache_append", config, params);

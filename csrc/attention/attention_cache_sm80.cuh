@@ -1,4 +1,4 @@
-// Attention over a cache of keys and values, forward, for float16 and bfloat16, on mma.sync (sm_80 and later):
+// Attention over a cache of keys and values, forward, for float16, bfloat16 and float32, on mma.sync (sm_80 and later):
 // decoding, speculative decoding and prefill in chunks (Dao et al., "Flash-Decoding", 2023; pages: Kwon et al., arXiv
 // 2309.06180).
 //
@@ -25,6 +25,7 @@
 #include "attention/plan_cache.cuh"
 #include "attention/tiles_sm80.h"
 #include "attention/fwd_rows.cuh"
+#include "tile/copy_chunk.cuh"
 #include "tile/products.cuh"
 
 namespace cuda_ext::attention::sm80 {
@@ -47,8 +48,8 @@ struct CacheForward {
 
   using TileQ = OperandTile<T, Side::kA, true, kBlockM, config.dim>;
   using TileK = OperandTile<T, Side::kB, true, kBlockN, config.dim>;
-  using TileV = OperandTile<T, Side::kB, false, kDimV, kBlockN>;
-  using WarpV = OperandTile<T, Side::kB, false, kDimV, kWarpKeys>;  // a warp's lines of TileV
+  using TileV = OperandTile<T, Side::kB, false, kDimV, kBlockN, OrderOfK::kPairs>;
+  using WarpV = OperandTile<T, Side::kB, false, kDimV, kWarpKeys, OrderOfK::kPairs>;  // a warp's lines of TileV
 
   struct Stage {
     alignas(128) unsigned char k[TileK::kBytes];
@@ -117,8 +118,9 @@ DEVICE void find_rows(const CachedAttentionParams& p, typename Kernel::Storage& 
   store_struct(shared.rows[tile % 2][thread], row_of_key(p.cache, s, batch, tile * Kernel::kBlockN + thread));
 }
 
-// Starts copying lines of a tile of keys or values; those from `count` on are filled with zeros.
-template <class Kernel, class Tile>
+// Starts copying lines of a tile of keys or values; those from `count` on, and elements past the width, are filled with
+// zeros.
+template <class Kernel, class Tile, int alignment>
 DEVICE void copy_cached(arch::SharedAddress to, const HeadsView& view, int head, const CacheRow* rows, int count,
                         int width) {
   using T = typename Kernel::Element;
@@ -127,14 +129,26 @@ DEVICE void copy_cached(arch::SharedAddress to, const HeadsView& view, int head,
   constexpr int kLinesPerPass = Kernel::kThreads / Tile::kChunks;
   const int thread = arch::opaque_thread_index();
   const int chunk = thread % Tile::kChunks, first = thread / Tile::kChunks;
-  const int left = chunk * Tile::kElements < width ? count : 0;
-#pragma unroll 8
+  const int elements = width - chunk * Tile::kElements;
+  const int bytes = (elements < 0 ? 0 : elements < Tile::kElements ? elements : Tile::kElements) * int(sizeof(T));
+#pragma unroll(alignment == 16 ? 8 : 1)
   for (int i = 0; i < kCopies; ++i) {
     const int line = first + i * kLinesPerPass;
     const CacheRow from = load_struct(rows[line]);
-    arch::cp_async<16>(to + Tile::offset(line, chunk), row_of<const T>(view, from.page, from.row, head) + chunk * 8,
-                       line < left ? 16 : 0);
+    const T* const source = row_of<const T>(view, from.page, from.row, head) + chunk * Tile::kElements;
+    copy_chunk<alignment>(to + Tile::offset(line, chunk), reinterpret_cast<const char*>(source),
+                          line < count ? bytes : 0);
   }
+}
+template <class Kernel, class Tile>
+DEVICE void copy_cached(arch::SharedAddress to, const HeadsView& view, int head, const CacheRow* rows, int count,
+                        int64_t width, int alignment) {
+  if (alignment == 16)
+    copy_cached<Kernel, Tile, 16>(to, view, head, rows, count, int(width));
+  else if (sizeof(typename Kernel::Element) == 4 || alignment == 4)
+    copy_cached<Kernel, Tile, 4>(to, view, head, rows, count, int(width));
+  else
+    copy_cached<Kernel, Tile, 2>(to, view, head, rows, count, int(width));
 }
 
 // Puts what the warps have of their rows into shared memory: sums, and the shares of the output.
@@ -202,7 +216,7 @@ DEVICE void store_rows(const CachedAttentionParams& p, const CachePlan& plan, ty
                                        arch::float_bits(x[3])}});
     } else {
       T* const to = row_of<T>(p.out, position.batch, rows.query(row), rows.head(row));
-      arch::store_global(to + column, arch::Words2{{arch::pack<T>(x[0], x[1]), arch::pack<T>(x[2], x[3])}});
+      arch::store_global(to + column, arch::words_of<T>(x));
     }
   }
 }
@@ -231,8 +245,9 @@ DEVICE void attend_cached(const CachedAttentionParams& p, const CachePlan& plan,
     const int left = load_struct(shared.task.keys).visible.k_len - tile * kBlockN;
     typename Kernel::Stage& stage = shared.stages[tile % 2];
     const CacheRow* const rows = shared.rows[tile % 2];
-    copy_cached<Kernel, TileK>(arch::shared_address(stage.k), p.key, head, rows, left, int(p.dim));
-    copy_cached<Kernel, typename Kernel::TileV>(arch::shared_address(stage.v), p.value, head, rows, left, int(p.dim_v));
+    copy_cached<Kernel, TileK>(arch::shared_address(stage.k), p.key, head, rows, left, p.key_width, p.key_alignment);
+    copy_cached<Kernel, typename Kernel::TileV>(arch::shared_address(stage.v), p.value, head, rows, left,
+                                                p.value_width, p.value_alignment);
   };
   {
     const TileRows rows = load_struct(shared.task.rows);
@@ -262,7 +277,7 @@ DEVICE void attend_cached(const CachedAttentionParams& p, const CachePlan& plan,
     // S = Q K^T, each warp for its part of the keys.
     typename LogitTiles::Accumulators logits = {};
     multiply<TileK>(rows_of<LogitTiles, TileQ>(base, offsetof(Storage, q)),
-                    columns_of<LogitTiles, TileK>(base + stage, offsetof(typename Kernel::Stage, k)), logits);
+                    columns_of<LogitTiles, TileK>(base + stage, offsetof(typename Kernel::Stage, k)), logits, p.in_tf32);
     const TileRows rows = load_struct(shared.task.rows);
     const Visibility visible = load_struct(shared.task.keys).visible;
     const int first_key = tile * kBlockN;
@@ -280,7 +295,8 @@ DEVICE void attend_cached(const CachedAttentionParams& p, const CachePlan& plan,
     const int own_lines = Kernel::key_warp() * Kernel::kWarpKeys * WarpV::kLineBytes;
     // O += P V, with P from registers.
     multiply<WarpV>(operand_of<T>(logits),
-                    columns_of<OutTiles, WarpV>(base + stage + own_lines, offsetof(typename Kernel::Stage, v)), out);
+                    columns_of<OutTiles, WarpV>(base + stage + own_lines, offsetof(typename Kernel::Stage, v)), out,
+                    p.in_tf32);
     // Tile tile + 1 is being copied from the rows in the other stage; these were for this tile.
     if (tile + 2 < end) find_rows<Kernel>(p, shared, tile + 2);
   }

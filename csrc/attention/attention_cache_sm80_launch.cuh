@@ -10,7 +10,7 @@ namespace cuda_ext::attention::sm80 {
 // Calls f(CacheForward<..>{}) with the instantiation for the rows of a key head.
 template <class T, int dim, class F>
 auto with_cache_kernel(const CachedAttentionParams& p, const F& f) {
-  constexpr const CacheTile& tile = tile_of(kCacheTiles, dim);
+  constexpr const CacheTile& tile = tile_of(kCacheTilesOf<T>, dim);
   if (p.seqlen_q * (p.heads / p.heads_kv) <= 2 * tile.few.block_m)
     return f(CacheForward<T, tile.config(false)>{}, tile.config(false));
   return f(CacheForward<T, tile.config(true)>{}, tile.config(true));

@@ -13,6 +13,7 @@ void launch_combine(const AttentionParams& params, const ForwardPlan& plan, void
       "attention_combine", {.grid = {int(blocks)}, .threads = kThreads, .stream = stream}, params, plan);
 }
 
+template void launch_combine<float>(const AttentionParams&, const ForwardPlan&, void*);
 template void launch_combine<half_t>(const AttentionParams&, const ForwardPlan&, void*);
 template void launch_combine<bfloat16_t>(const AttentionParams&, const ForwardPlan&, void*);
 

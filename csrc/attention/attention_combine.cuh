@@ -47,7 +47,7 @@ DEVICE void combine_row(const ForwardPlan& plan, int splits, int64_t rows, int64
         pair[0] = arch::fma(weight, arch::bits_float(words.data[0]), pair[0]);
         pair[1] = arch::fma(weight, arch::bits_float(words.data[1]), pair[1]);
       }
-    if (d < dim_v) arch::store_global(out + d, arch::pack<T>(pair[0], pair[1]));
+    if (d < dim_v) arch::store_global(out + d, arch::pair_of<T>(pair[0], pair[1]));
   }
 }
 

@@ -23,24 +23,26 @@ std::string refusal_of(const AttentionBackwardParams& params, const rt::Device& 
 
 // Calls f with the launcher that the device and the problem require: on wgmma unless `refusal`, an output, says why
 // not.
-template <template <class, int> class LauncherSm90, template <class, int> class LauncherSm80, class Params, class F>
+template <template <class, int> class LauncherSm90, template <class, int> class LauncherSm80, const auto& float32_dims,
+          class Params, class F>
 auto with_launcher(const char* op, const Params& params, const rt::Device& device, std::string& refusal, const F& f) {
   if constexpr (kBuiltForSm90a) {
     refusal = refusal_of(params, device);
-    if (refusal.empty()) return with_kernel<LauncherSm90>(op, params, f);
+    if (refusal.empty()) return with_kernel<LauncherSm90, kHeadDims, kNoHeadDims>(op, params, f);
   } else {
     refusal = kNotBuiltForSm90a;
   }
-  return with_kernel<LauncherSm80>(op, params, f);
+  return with_kernel<LauncherSm80, kHeadDims, float32_dims>(op, params, f);
 }
 template <class F>
 auto with_launcher(const AttentionParams& params, const rt::Device& device, std::string& refusal, const F& f) {
-  return with_launcher<sm90::ForwardLauncher, sm80::ForwardLauncher>("flash_attention", params, device, refusal, f);
+  return with_launcher<sm90::ForwardLauncher, sm80::ForwardLauncher, kFloat32HeadDims>("flash_attention", params,
+                                                                                       device, refusal, f);
 }
 template <class F>
 auto with_launcher(const AttentionBackwardParams& params, const rt::Device& device, std::string& refusal, const F& f) {
-  return with_launcher<sm90::BackwardLauncher, sm80::BackwardLauncher>("flash_attention_backward", params, device,
-                                                                       refusal, f);
+  return with_launcher<sm90::BackwardLauncher, sm80::BackwardLauncher, kFloat32BackwardHeadDims>(
+      "flash_attention_backward", params, device, refusal, f);
 }
 template <class Params>
 void launch(const Params& params, const AllocateWorkspace& allocate, void* stream) {
@@ -49,12 +51,16 @@ void launch(const Params& params, const AllocateWorkspace& allocate, void* strea
                 [&](auto launcher) { launcher.launch(params, allocate, stream); });
 }
 
+Tail tail_of(const AttentionParams& p, HeadsView to, int64_t width, bool of_queries, float* lse = nullptr) {
+  const int64_t halves = size_of(p.dtype) / 2;  // of an element
+  to.seq_stride *= halves, to.head_stride *= halves;
+  return {to, (of_queries ? p.cu_seqlens_q : p.cu_seqlens_k) + p.batch, of_queries ? p.total_q : p.total_k,
+          int(of_queries ? p.heads : p.heads_kv), int(width * halves), lse};
+}
 Tail queries_tail(const AttentionParams& p, const HeadsView& to, int64_t width, float* lse = nullptr) {
-  return {to, p.cu_seqlens_q + p.batch, p.total_q, int(p.heads), int(width), lse};
+  return tail_of(p, to, width, true, lse);
 }
-Tail keys_tail(const AttentionParams& p, const HeadsView& to, int64_t width) {
-  return {to, p.cu_seqlens_k + p.batch, p.total_k, int(p.heads_kv), int(width)};
-}
+Tail keys_tail(const AttentionParams& p, const HeadsView& to, int64_t width) { return tail_of(p, to, width, false); }
 
 // Fills the rows of `count` tensors that are after the last sequence.
 void launch_tail(const Tails& tails, int count, void* stream) {

@@ -10,6 +10,12 @@
 
 namespace cuda_ext {
 
+// Whether there are kernels for a dtype and head dims; those of other than multiples of 8 are padded.
+inline bool attention_cuda_runs(Dtype dtype, int64_t dim, int64_t dim_v, bool backward) {
+  const int most = dtype == Dtype::kFloat32 && backward ? attention::kMaxFloat32BackwardHeadDim : attention::kMaxHeadDim;
+  return dtype != Dtype::kFloat64 && dim <= most && dim_v <= most;
+}
+
 // Whether the kernels can read a view in place: rows must be aligned to 16 bytes.
 inline bool attention_cuda_reads(const HeadsView& view) {
   constexpr int64_t kBytes = 16, kElements = 8;
@@ -23,8 +29,8 @@ AttentionPlan plan_attention_cuda(const AttentionBackwardParams& params, bool ba
                                   std::string& refusal);
 rt::Device attention_cuda_device();
 
-// Launches on `stream`, an rt::Stream. float16 or bfloat16; head dims are multiples of 8 up to 256; views
-// fulfil attention_cuda_reads. With varlen, seqlen_q and seqlen_k are at least the longest lengths.
+// Launches on `stream`, an rt::Stream. attention_cuda_runs; head dims are multiples of 8; views fulfil
+// attention_cuda_reads. With varlen, seqlen_q and seqlen_k are at least the longest lengths.
 void launch_attention_forward_cuda(const AttentionParams& params, const AllocateWorkspace& allocate, void* stream);
 void launch_attention_backward_cuda(const AttentionBackwardParams& params, const AllocateWorkspace& allocate,
                                     void* stream);

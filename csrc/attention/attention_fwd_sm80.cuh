@@ -1,4 +1,5 @@
-// Flash attention forward for sm_80 and later (Dao, "FlashAttention-2", arXiv 2307.08691), for float16 and bfloat16.
+// Flash attention forward for sm_80 and later (Dao, "FlashAttention-2", arXiv 2307.08691), for float16, bfloat16 and
+// float32 (in tf32, or as exact as float32: tile/products.cuh).
 //
 // Problem        AttentionParams in attention.h: out = softmax(logits) V and the log-sum-exp of each row of logits.
 // Tile           A block has block_m rows: queries of one head or, if there are few queries, of all heads that share a
@@ -54,7 +55,7 @@ struct Forward {
 
   using TileQ = OperandTile<T, Side::kA, true, kBlockM, config.dim>;
   using TileK = OperandTile<T, Side::kB, true, kBlockN, config.dim>;
-  using TileV = OperandTile<T, Side::kB, false, config.dim_v, kBlockN>;
+  using TileV = OperandTile<T, Side::kB, false, config.dim_v, kBlockN, OrderOfK::kPairs>;
   using TileOut = OperandTile<T, Side::kA, true, kBlockM, config.dim_v>;
   static_assert(TileOut::kBytes <= TileQ::kBytes);
 
@@ -142,7 +143,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
     // S = Q K^T.
     typename LogitTiles::Accumulators logits = {};
     multiply<TileK>(rows_of<LogitTiles, TileQ>(base, offsetof(Storage, q)),
-                    columns_of<LogitTiles, TileK>(base, offsetof(Storage, k)), logits);
+                    columns_of<LogitTiles, TileK>(base, offsetof(Storage, k)), logits, p.in_tf32);
 
     arch::cp_async_wait<0>();
     arch::sync_threads();  // the values have arrived, and the keys have been read
@@ -180,7 +181,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
             first_key);
       }
     // O += P V, with P from registers.
-    multiply<TileV>(operand_of<T>(logits), columns_of<OutTiles, TileV>(base, offsetof(Storage, v)), out);
+    multiply<TileV>(operand_of<T>(logits), columns_of<OutTiles, TileV>(base, offsetof(Storage, v)), out, p.in_tf32);
   }
 
   const TileRows rows = load_struct(shared.task.rows);
@@ -199,9 +200,9 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
   for (int i = 0; i < kCopies; ++i) {
     const int index = i * arch::kWarpSize + arch::lane_index();
     const int row = OutTiles::first_row() + index / TileOut::kChunks, chunk = index % TileOut::kChunks;
-    if (rows.first + row >= rows.count || chunk * 8 >= p.dim_v) continue;
+    if (rows.first + row >= rows.count || chunk * TileOut::kElements >= p.dim_v) continue;
     T* const to = row_of<T>(p.out, position.batch, position.q_begin + rows.query(row), rows.head(row));
-    arch::store_global(to + chunk * 8, arch::load_shared<arch::Words4>(staged + TileOut::offset(row, chunk)));
+    arch::store_global(to + chunk * TileOut::kElements, arch::load_shared<arch::Words4>(staged + TileOut::offset(row, chunk)));
   }
 }
 

@@ -18,7 +18,7 @@ inline ForwardPlan plan_forward(const AttentionParams& p, const ForwardConfig& c
 // Calls f(Forward<..>{}) with the instantiation that the parameters require.
 template <class T, int dim, class F>
 auto with_forward(const AttentionParams& p, const ForwardPlan& plan, const F& f) {
-  constexpr const ForwardConfig& config = tile_of(kForwardTiles, dim);
+  constexpr const ForwardConfig& config = tile_of(kForwardTilesOf<T>, dim);
   if (has_options(p)) return f(Forward<T, config, config.block_n.with_options, true>{});
   if (plan.block_n == config.block_n.fast) return f(Forward<T, config, config.block_n.fast, false>{});
   return f(Forward<T, config, config.block_n.small, false>{});
@@ -27,9 +27,9 @@ auto with_forward(const AttentionParams& p, const ForwardPlan& plan, const F& f)
 template <class T, int dim>
 AttentionPlan ForwardLauncher<T, dim>::plan(const AttentionParams& params, const rt::Device& device) {
   if (is_empty(params)) return {};
-  const ForwardPlan plan = plan_forward(params, tile_of(kForwardTiles, dim), device);
+  const ForwardPlan plan = plan_forward(params, tile_of(kForwardTilesOf<T>, dim), device);
   return with_forward<T, dim>(params, plan, [&]<class Kernel>(Kernel) {
-    return describe_plan<Kernel>(params, tile_of(kForwardTiles, dim), plan, plan.items());
+    return describe_plan<Kernel>(params, tile_of(kForwardTilesOf<T>, dim), plan, plan.items());
   });
 }
 
@@ -37,7 +37,7 @@ template <class T, int dim>
 void ForwardLauncher<T, dim>::launch(const AttentionParams& params, const AllocateWorkspace& allocate, void* stream) {
   constexpr char kName[] = "attention_fwd_sm80";
   if (is_empty(params)) return;
-  ForwardPlan plan = plan_forward(params, tile_of(kForwardTiles, dim), rt::describe_device(kName));
+  ForwardPlan plan = plan_forward(params, tile_of(kForwardTilesOf<T>, dim), rt::describe_device(kName));
   provide_workspace(kName, allocate, [&](void* data) { return assign_workspace(params, data, plan); });
   with_forward<T, dim>(params, plan, [&]<class Kernel>(Kernel) {
     plan.key_pass = LinesCopy<typename Kernel::TileK, Kernel::kThreads>::pass(params.key.seq_stride);

@@ -22,6 +22,7 @@ inline std::string forward_refusal(const AttentionParams& p, const rt::Device& d
   if (!p.uses_wgmma) return "wgmma is switched off for attention";
   if (device.compute_capability != 90)
     return "the device has no wgmma; it is sm_" + std::to_string(device.compute_capability);
+  if (p.dtype == Dtype::kFloat32) return "wgmma for attention is in float16 and bfloat16 only";
   const int64_t keys = p.cu_seqlens_k != nullptr ? p.total_k : p.seqlen_k;
   if (keys == 0) return "there are no keys";
   if (p.dim == 0 || p.dim_v == 0) return "TMA cannot read rows of no elements";

@@ -38,9 +38,10 @@ template <class T>
 DEVICE void add_bias_two_keys(const AttentionParams& p, int64_t offset, float& first, float& second) {
   switch (p.bias_kind) {
     case BiasKind::kStorage: {
-      const auto pair = arch::load_global<uint32_t>(static_cast<const T*>(p.bias) + offset);
-      first += arch::unpack_low<T>(pair);
-      second += arch::unpack_high<T>(pair);
+      float pair[2];
+      arch::unpack<T>(arch::load_global<arch::Pair<T>>(static_cast<const T*>(p.bias) + offset), pair);
+      first += pair[0];
+      second += pair[1];
       return;
     }
     case BiasKind::kAccumulation: {

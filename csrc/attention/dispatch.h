@@ -1,6 +1,7 @@
 // From the dtype and the head dims of a problem to the instantiation of a kernel.
 #pragma once
 
+#include <iterator>
 #include <string>
 
 #include "attention/attention.h"
@@ -41,16 +42,18 @@ auto with_head_dim(const char* op, const AttentionParams& p, const F& f) -> decl
 }
 
 // The same with T for the parameters' dtype.
-template <template <class, int> class Op, const auto& dims = kHeadDims, class F>
+template <template <class, int> class Op, const auto& dims, const auto& float32_dims, class F>
 auto with_kernel(const char* op, const AttentionParams& p, const F& f) {
-  if (p.dim > kMaxHeadDim || p.dim_v > kMaxHeadDim || p.dim % 8 != 0 || p.dim_v % 8 != 0)
-    throw std::invalid_argument(std::string(op) + ": expected head dims that are multiples of 8 up to 256, got " +
-                                std::to_string(p.dim) + " and " + std::to_string(p.dim_v));
-  switch (p.dtype) {
-    case Dtype::kFloat16: return with_head_dim<Op, half_t, dims>(op, p, f);
-    case Dtype::kBFloat16: return with_head_dim<Op, bfloat16_t, dims>(op, p, f);
-    default: throw std::invalid_argument(std::string(op) + ": expected float16 or bfloat16");
-  }
+  const bool is_float32 = p.dtype == Dtype::kFloat32;
+  const int most = is_float32 ? float32_dims[std::size(float32_dims) - 1].dim : kMaxHeadDim;
+  if (p.dim > most || p.dim_v > most || p.dim % 8 != 0 || p.dim_v % 8 != 0 || p.dtype == Dtype::kFloat64)
+    throw std::invalid_argument(std::string(op) + ": expected at most 32 bits and head dims that are multiples of 8 up to " +
+                                std::to_string(most) + ", got " + std::to_string(p.dim) + " and " +
+                                std::to_string(p.dim_v));
+  if constexpr (float32_dims[0].dim > 0)
+    if (is_float32) return with_head_dim<Op, float, float32_dims>(op, p, f);
+  if (p.dtype == Dtype::kFloat16) return with_head_dim<Op, half_t, dims>(op, p, f);
+  return with_head_dim<Op, bfloat16_t, dims>(op, p, f);
 }
 
 }  // namespace cuda_ext::attention

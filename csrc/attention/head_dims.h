@@ -14,7 +14,11 @@ struct HeadDims {
 // cuda_ext/_build.py.
 constexpr HeadDims kHeadDims[] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {256, 256}};
 constexpr HeadDims kCacheHeadDims[] = {{64, 64}, {128, 128}, {256, 256}};  // of kernels that read a cache
-constexpr int kMaxHeadDim = 256;
+// Of float32, whose tiles take twice the memory. Backward's does not fit above 128.
+constexpr HeadDims kFloat32HeadDims[] = {{64, 64}, {128, 128}, {256, 256}};
+constexpr HeadDims kFloat32BackwardHeadDims[] = {{64, 64}, {128, 128}};
+constexpr HeadDims kNoHeadDims[] = {{0, 0}};
+constexpr int kMaxHeadDim = 256, kMaxFloat32BackwardHeadDim = 128;
 
 // The row for head dim `dim` of a table of tiles.
 template <class Row, int rows>

@@ -47,6 +47,20 @@ constexpr ForwardConfig kForwardTiles[] = {
     {.dim = 256, .dim_v = 256, .block_m = 128, .block_n = {64, 32, 32}, .warps = 8, .min_blocks = 1},
 };
 
+// Of float32. Warps have 16 rows: what rounding drops of an operand takes as many registers as the operand.
+constexpr ForwardConfig kFloat32ForwardTiles[] = {
+    // 48 KiB
+    {.dim = 64, .dim_v = 64, .block_m = 64, .block_n = {64, 64, 64}, .warps = 4, .min_blocks = 2},
+    // 64 KiB
+    {.dim = 128, .dim_v = 128, .block_m = 64, .block_n = {32, 32, 32}, .warps = 4, .min_blocks = 2},
+    // 96 KiB
+    {.dim = 256, .dim_v = 256, .block_m = 64, .block_n = {16, 16, 16}, .warps = 4, .min_blocks = 1},
+};
+template <class T>
+constexpr const auto& kForwardTilesOf = kForwardTiles;
+template <>
+inline constexpr const auto& kForwardTilesOf<float> = kFloat32ForwardTiles;
+
 // A tile shape of backward, where a block owns keys and loops over queries.
 struct BackwardConfig {
   int dim;
@@ -98,6 +112,18 @@ constexpr BackwardTile kBackwardTiles[] = {
      .large = {.block_m = 32, .block_n = 64, .key_warps = 4, .warps = 8, .min_blocks = 1}},
 };
 
+// Of float32.
+constexpr BackwardTile kFloat32BackwardTiles[] = {
+    // 56 KiB. dK and dV of 16 keys take 64 registers.
+    {.dim = 64, .dim_v = 64, .small = {.block_m = 32, .block_n = 64, .key_warps = 4}},
+    // 72 KiB. dK and dV of 16 keys would take 128 registers, so two warps share them.
+    {.dim = 128, .dim_v = 128, .small = {.block_m = 32, .block_n = 32, .key_warps = 2}},
+};
+template <class T>
+constexpr const auto& kBackwardTilesOf = kBackwardTiles;
+template <>
+inline constexpr const auto& kBackwardTilesOf<float> = kFloat32BackwardTiles;
+
 // A tile shape of the kernel that reads a cache, and everything derived from it.
 struct CacheConfig {
   int dim;         // of query and key, padded with zeros
@@ -141,5 +167,28 @@ constexpr CacheTile kCacheTiles[] = {
      .few = {.block_m = 16, .block_n = 32, .key_warps = 2, .min_blocks = 2},
      .many = {.block_m = 64, .block_n = 32, .key_warps = 1, .min_blocks = 1}},
 };
+
+// Of float32.
+constexpr CacheTile kFloat32CacheTiles[] = {
+    // 68 and 48 KiB
+    {.dim = 64,
+     .dim_v = 64,
+     .few = {.block_m = 16, .block_n = 64, .key_warps = 4, .min_blocks = 2},
+     .many = {.block_m = 64, .block_n = 32, .key_warps = 1, .min_blocks = 2}},
+    // 72 and 96 KiB
+    {.dim = 128,
+     .dim_v = 128,
+     .few = {.block_m = 16, .block_n = 32, .key_warps = 2, .min_blocks = 2},
+     .many = {.block_m = 64, .block_n = 32, .key_warps = 1, .min_blocks = 1}},
+    // 96 KiB, which leaves no room for a larger tile of many rows.
+    {.dim = 256,
+     .dim_v = 256,
+     .few = {.block_m = 32, .block_n = 16, .key_warps = 1, .min_blocks = 1},
+     .many = {.block_m = 32, .block_n = 16, .key_warps = 1, .min_blocks = 1}},
+};
+template <class T>
+constexpr const auto& kCacheTilesOf = kCacheTiles;
+template <>
+inline constexpr const auto& kCacheTilesOf<float> = kFloat32CacheTiles;
 
 }  // namespace cuda_ext::attention::sm80

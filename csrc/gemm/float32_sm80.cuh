@@ -3,16 +3,11 @@
 
 #include "gemm/epilogue.cuh"
 #include "gemm/plan_sm80.h"
+#include "tile/tf32.cuh"
 
 namespace cuda_ext::sm80 {
 
-// Rounds to the nearest tf32. mma ignores the lower 13 bits, so half of the last place is added, unless that would make
-// an infinity of a finite number. Infinities and NaN are unchanged. (cvt.rna does the same at a quarter of the speed
-// of integer arithmetic. The comparison is one of floats because those have a free absolute value.)
-DEVICE uint32_t round_to_tf32(uint32_t bits) {
-  const float first_that_overflows = arch::bits_float(0x7f7ff000u);
-  return fabsf(arch::bits_float(bits)) < first_that_overflows ? bits + 0x1000 : bits;
-}
+using tile::round_to_tf32;
 
 // x = high + low / kLowScale, up to 2^-23 x. high is the nearest tf32, not a truncated one: low is then half as large
 // and of either sign, so that the dropped products of two lows have no bias. The scale preserves the bits of a low that

@@ -1,8 +1,8 @@
 // Copies of operand tiles from global to shared memory.
 #pragma once
 
-#include "arch/async_copy.cuh"
 #include "gemm/plan_sm80.h"
+#include "tile/copy_chunk.cuh"
 #include "tile/operand_tile.cuh"
 
 namespace cuda_ext::sm80 {
@@ -95,28 +95,6 @@ class TileCopy {
       copy_chunk<vector_bytes>(tile + pass * kLinesPerPass * Tile::kLineBytes, from, bytes);
       from += strides_.pass;
       if (Tile::kKMajor && pass + 1 == kPasses / 2) from += strides_.upper;
-    }
-  }
-
-  template <int vector_bytes>
-  DEVICE static void copy_chunk(arch::SharedAddress to, const char* from, int bytes) {
-    if constexpr (vector_bytes == 16) {
-      arch::cp_async<16>(to, from, bytes);
-    } else if constexpr (vector_bytes == 4) {
-#pragma unroll
-      for (int i = 0; i < 16; i += 4) {
-        const int left = bytes - i;
-        arch::cp_async<4>(to + i, from + i, left < 0 ? 0 : left < 4 ? left : 4);
-      }
-    } else {  // smaller than a cp.async: through registers
-      arch::Words4 words;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t low = bytes > 4 * i ? arch::load_global<uint16_t>(from + 4 * i) : 0;
-        const uint32_t high = bytes > 4 * i + 2 ? arch::load_global<uint16_t>(from + 4 * i + 2) : 0;
-        words.data[i] = high << 16 | low;
-      }
-      arch::store_shared(to, words);
     }
   }
 

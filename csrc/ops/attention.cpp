@@ -10,9 +10,12 @@
 #include <limits>
 #include <tuple>
 
+#include "attention/attention_cuda.h"
 #include "ops/attention_autograd.h"
+#include "ops/attention_composed.h"
 #include "ops/attention_params.h"
 #include "ops/backend.h"
+#include "ops/philox.h"
 
 namespace cuda_ext {
 namespace {
@@ -26,8 +29,8 @@ Tensor empty_lse(const Tensor& query, const AttentionShape& shape, bool varlen) 
 }
 
 // Reserves the random numbers of a call. Returns (seed, offset) on `device`, from which backward recomputes them; empty
-// without dropout.
-Tensor draw_rng_state(AttentionParams& p, at::Device device, bool on_cuda) {
+// without dropout. by_kernel: the kernel of forward will write them.
+Tensor draw_rng_state(AttentionParams& p, at::Device device, bool by_kernel) {
   if (p.dropout_p == 0) {
     // All calls share one tensor, which has no elements.
     static const Tensor none = [] {
@@ -38,13 +41,10 @@ Tensor draw_rng_state(AttentionParams& p, at::Device device, bool on_cuda) {
   }
   p.rng = draw_rng(device);
   Tensor state = empty_on(device, {2}, at::kLong);
-  auto* const values = static_cast<uint64_t*>(state.mutable_data_ptr());
-  if (on_cuda) {
-    p.rng_state = values;
-  } else {
-    values[0] = p.rng.seed;
-    values[1] = p.rng.offset;
-  }
+  if (by_kernel)
+    p.rng_state = static_cast<uint64_t*>(state.mutable_data_ptr());
+  else
+    store_rng(p.rng, state);
   return state;
 }
 
@@ -67,11 +67,30 @@ void fill_from(const Tensor& tensor, int64_t dim, int64_t first, double value) {
   if (const int64_t count = tensor.size(dim) - first; count > 0) tensor.narrow(dim, first, count).fill_(value);
 }
 
+// Forward on a CUDA device that has no kernel for the dtype or head dims.
+std::tuple<Tensor, Tensor, Tensor> composed_forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                    const Options& o) {
+  const c10::DeviceGuard guard(query.device());
+  AttentionParams p;
+  p.dropout_p = o.dropout_p;
+  Tensor rng_state = draw_rng_state(p, query.device(), /*by_kernel=*/false);
+  auto [out, lse] = composed_attention(query, key, value, o, rng_state);
+  return {out.contiguous(), lse.contiguous(), std::move(rng_state)};
+}
+
 std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
                                            const Options& o) {
   const AttentionShape shape = check_attention(op, query, key, value, o);
-  const CudaKernels* cuda = cuda_kernels(op, query.device(), query.scalar_type());
-  if (cuda != nullptr) check_cuda_attention(op, shape, query);
+  const CudaKernels* cuda = cuda_kernels(op, query.device());
+  if (cuda != nullptr) {
+    if (!attention_cuda_runs(to_dtype(query.scalar_type()), shape.dim, shape.dim_v, /*backward=*/false))
+      return composed_forward(query, key, value, o);
+    if (is_padded(shape)) {
+      auto [out, lse, rng_state] =
+          forward(op, padded(query), padded(key), padded(value), padded_options(o, shape));
+      return {unpadded(out, shape.dim_v), std::move(lse), std::move(rng_state)};
+    }
+  }
   AttentionParams p;
   AttentionOperands operands;
   fill_params(p, operands, shape, query, key, value, o, cuda != nullptr);
@@ -115,12 +134,26 @@ std::tuple<Tensor, Tensor> flash_attention_varlen(const Tensor& query, const Ten
   return {std::move(out), std::move(lse)};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
-    const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
-    const Tensor& out, const Tensor& lse, const OptionalTensor& rng_state, bool needs_grad_bias,
-    VARLEN_OPTIONS(OptionalTensor)) {
+namespace {
+
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// Backward on a CUDA device that has no kernel for the dtype or head dims.
+Gradients composed_backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query,
+                            const Tensor& key, const Tensor& value, const OptionalTensor& rng_state,
+                            bool needs_grad_bias, const Options& o) {
+  const c10::DeviceGuard guard(query.device());
+  AttentionGradients g = composed_attention_backward(grad_out, value_or_empty(grad_lse), query, key, value,
+                                                     value_or_empty(rng_state), o);
+  const Tensor none = empty_on(query.device(), {0}, accumulation_type(query.scalar_type()));
+  return {g.query.contiguous(), g.key.contiguous(), g.value.contiguous(), g.sinks.defined() ? g.sinks : none,
+          needs_grad_bias ? g.bias.contiguous() : none};
+}
+
+Gradients backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
+                   const Tensor& value, const Tensor& out, const Tensor& lse, const OptionalTensor& rng_state,
+                   bool needs_grad_bias, const Options& o) {
   constexpr const char* op = "flash_attention_backward";
-  const Options o{VARLEN_NAMES};
   const AttentionShape shape = check_attention(op, query, key, value, o);
   const auto check_like = [&](const char* name, const Tensor& tensor, const char* other_name, const Tensor& other) {
     CUDA_EXT_CHECK(tensor.sizes() == other.sizes(), op, "expected ", name, " of shape ", shape_string(other),
@@ -131,16 +164,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
   check_same_dtype(op, "out", out, "query", query);
   check_like("grad_out", grad_out, "out", out);
   if (is_given(grad_lse)) check_like("grad_lse", *grad_lse, "lse", lse);
-  CUDA_EXT_CHECK(!needs_grad_bias || is_given(bias), op,
+  CUDA_EXT_CHECK(!needs_grad_bias || is_given(o.bias), op,
                  "expected attn_bias with needs_grad_bias=True, got None; leave it False");
 
-  const CudaKernels* cuda = cuda_kernels(op, query.device(), query.scalar_type());
-  if (cuda != nullptr) check_cuda_attention(op, shape, query);
+  const CudaKernels* cuda = cuda_kernels(op, query.device());
+  if (cuda != nullptr) {
+    if (!attention_cuda_runs(to_dtype(query.scalar_type()), shape.dim, shape.dim_v, /*backward=*/true))
+      return composed_backward(grad_out, grad_lse, query, key, value, rng_state, needs_grad_bias, o);
+    if (is_padded(shape)) {
+      auto [grad_query, grad_key, grad_value, grad_sinks, grad_bias] =
+          backward(padded(grad_out), grad_lse, padded(query), padded(key), padded(value), padded(out), lse, rng_state,
+                   needs_grad_bias, padded_options(o, shape));
+      return {unpadded(grad_query, shape.dim), unpadded(grad_key, shape.dim), unpadded(grad_value, shape.dim_v),
+              std::move(grad_sinks), std::move(grad_bias)};
+    }
+  }
   AttentionBackwardParams p;
   AttentionOperands operands;
   fill_params(p, operands, shape, query, key, value, o, cuda != nullptr);
   p.deterministic = o.deterministic.value_or(at::globalContext().deterministicAlgorithms());
-  if (dropout_p > 0) set_rng(p, op, value_or_empty(rng_state), query, cuda != nullptr);
+  if (o.dropout_p > 0) set_rng(p, op, value_or_empty(rng_state), query, cuda != nullptr);
   const Tensor dense_out = with_dense_rows(out, cuda != nullptr),
                dense_grad_out = with_dense_rows(grad_out, cuda != nullptr);
   const Tensor dense_lse = lse.contiguous();
@@ -150,13 +193,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
     return shape.heads == 0 ? at::zeros(t.sizes(), t.options()) : empty_on(t.device(), t.sizes(), t.scalar_type());
   };
   Tensor grad_query = empty_like(query), grad_key = empty_like(key), grad_value = empty_like(value);
-  Tensor grad_sinks = empty_on(lse.device(), {is_given(sinks) ? shape.heads : 0}, lse.scalar_type());
+  Tensor grad_sinks = empty_on(lse.device(), {is_given(o.sinks) ? shape.heads : 0}, lse.scalar_type());
   // Atomics add to a broadcast element in no fixed order. With one element per addend the result is deterministic.
   const bool deterministic_sum = cuda != nullptr && p.deterministic;
   Tensor grad_bias = !needs_grad_bias ? empty_on(lse.device(), {0}, lse.scalar_type())
                      : deterministic_sum
                          ? at::zeros({shape.batch, shape.heads, shape.longest_q, shape.longest_k}, lse.options())
-                         : at::zeros(bias->sizes(), lse.options());
+                         : at::zeros(o.bias->sizes(), lse.options());
   p.out = view_of(dense_out);
   p.grad_out = view_of(dense_grad_out);
   p.grad_query = view_of(grad_query);
@@ -164,7 +207,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
   p.grad_value = view_of(grad_value);
   p.lse = dense_lse.data_ptr();
   p.grad_lse = dense_grad_lse.defined() ? dense_grad_lse.const_data_ptr() : nullptr;
-  p.grad_sinks = is_given(sinks) ? grad_sinks.mutable_data_ptr() : nullptr;
+  p.grad_sinks = is_given(o.sinks) ? grad_sinks.mutable_data_ptr() : nullptr;
   if (needs_grad_bias) {
     p.grad_bias = grad_bias.mutable_data_ptr();
     p.grad_bias_elements = grad_bias.numel();
@@ -180,10 +223,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
       for (const Tensor& gradient : {grad_key, grad_value}) fill_from(gradient, 0, p.cu_seqlens_k[p.batch], 0);
     }
   }
-  if (is_given(sinks)) grad_sinks = grad_sinks.to(sinks->scalar_type());
-  if (needs_grad_bias) grad_bias = at::sum_to(std::move(grad_bias), bias->sizes()).to(bias->scalar_type());
+  if (is_given(o.sinks)) grad_sinks = grad_sinks.to(o.sinks->scalar_type());
+  if (needs_grad_bias) grad_bias = at::sum_to(std::move(grad_bias), o.bias->sizes()).to(o.bias->scalar_type());
   return {std::move(grad_query), std::move(grad_key), std::move(grad_value), std::move(grad_sinks),
           std::move(grad_bias)};
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
+    const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& out, const Tensor& lse, const OptionalTensor& rng_state, bool needs_grad_bias,
+    VARLEN_OPTIONS(OptionalTensor)) {
+  return backward(grad_out, grad_lse, query, key, value, out, lse, rng_state, needs_grad_bias, {VARLEN_NAMES});
 }
 
 namespace {

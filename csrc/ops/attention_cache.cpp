@@ -4,13 +4,17 @@
 
 #include "attention/attention_cache.h"
 
+#include <ATen/ops/cat.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <limits>
 #include <tuple>
+#include <vector>
 
 #include "attention/attention_cuda.h"
+#include "ops/attention_composed.h"
 #include "ops/attention_params.h"
 #include "ops/backend.h"
 
@@ -39,14 +43,11 @@ struct IndexTensors {
 };
 
 // A cache is used in place: a copy would not be updated.
-void check_in_place(const char* op, const char* name, const Tensor& cache, bool on_cuda) {
+void check_in_place(const char* op, const char* name, const Tensor& cache) {
   const bool dense = cache.stride(-1) == 1 || cache.size(-1) <= 1;
   CUDA_EXT_CHECK(dense, op, "expected ", name,
                  " with a dense last dimension, because it is used in place, got strides ",
                  shape_string(cache.strides()));
-  CUDA_EXT_CHECK(!on_cuda || attention_cuda_reads(view_of(cache)), op, "expected ", name,
-                 " with rows aligned to 16 bytes, because it is used in place, got strides ",
-                 shape_string(cache.strides()), "; allocate it with a head dim that is a multiple of 8");
 }
 
 const int32_t* check_indices(const char* op, const char* name, const OptionalTensor& given, at::IntArrayRef sizes,
@@ -218,16 +219,93 @@ CacheAppendParams append_params(const char* op, const Tensor& query, const Atten
   return p;
 }
 
+// Appends the new rows. Returns the queries, rotated if there is a rotation.
+Tensor append_rows(const char* op, const Tensor& query, const CacheArguments& a, const AppendArguments& append,
+                   CacheAppendParams& p, const CudaKernels* cuda, const LaunchScope& scope) {
+  const bool on_cuda = cuda != nullptr;
+  CUDA_EXT_CHECK(!on_cuda || p.dtype != Dtype::kFloat64, op,
+                 "expected key of at most 32 bits on a CUDA device, got float64; convert it and the cache with .to()");
+  const Tensor dense_query = with_dense_rows(query, on_cuda);
+  const Tensor keys = with_dense_rows(append.keys, on_cuda), values = with_dense_rows(append.values, on_cuda);
+  p.key = view_of(keys);
+  p.value = view_of(values);
+  p.key_cache = view_of(a.keys);
+  p.value_cache = view_of(a.values);
+  Tensor rotated;
+  if (p.rotary_cos != nullptr) {
+    rotated = empty_on(query.device(), query.sizes(), query.scalar_type());
+    p.query = view_of(dense_query);
+    p.rotated_query = view_of(rotated);
+  }
+  p.is_aligned = p.dim % 8 == 0 && p.dim_v % 8 == 0;
+  for (const HeadsView& view : {p.query, p.rotated_query, p.key, p.value, p.key_cache, p.value_cache})
+    p.is_aligned = p.is_aligned && attention_cuda_reads(view);
+  if (on_cuda)
+    launch_for(op, [&] { cuda->cache_append(p, scope.stream()); });
+  else
+    cache_append(p);
+  return rotated.defined() ? rotated : query;
+}
+
+std::vector<int64_t> values_of(const OptionalTensor& tensor) {
+  const Tensor values = is_given(tensor) ? tensor->cpu().contiguous() : Tensor();
+  const int32_t* const data = values.defined() ? values.const_data_ptr<int32_t>() : nullptr;
+  return data != nullptr ? std::vector<int64_t>(data, data + values.numel()) : std::vector<int64_t>();
+}
+
+// Rows [begin, end) of sequence `batch` of a cache: (1, rows, heads, dim).
+Tensor cached_rows(const CacheArguments& a, const Tensor& cache, int64_t batch, int64_t row, int64_t begin,
+                   int64_t end) {
+  if (!is_given(a.block_table)) return cache.narrow(0, row, 1).narrow(1, begin, end - begin);
+  const int64_t page_size = cache.size(1), first = page_size == 0 ? 0 : begin / page_size;
+  const int64_t pages = page_size == 0 ? 0 : (end + page_size - 1) / page_size - first;
+  const Tensor table = a.block_table->select(0, batch).narrow(0, first, pages).clamp(0, cache.size(0) - 1);
+  return cache.index_select(0, table).flatten(0, 1).narrow(0, begin - first * page_size, end - begin).unsqueeze(0);
+}
+
+// On a CUDA device that has no kernel for the dtype or head dims: one sequence at a time, whose length the host reads.
+std::tuple<Tensor, Tensor> composed_cached(const char* op, const Tensor& query, const CacheArguments& a,
+                                           const AttentionShape& shape, int64_t appended, const AttentionOptions& o) {
+  CUDA_EXT_CHECK(!is_capturing(query.device()), op,
+                 "expected at most 32 bits and head dims up to 256 in a captured graph, got ",
+                 dtype_name(query.scalar_type()), " and ", shape.dim, " and ", shape.dim_v,
+                 ": others are composed of ops that read lengths on the host");
+  const c10::DeviceGuard guard(query.device());
+  const std::vector<int64_t> lengths = values_of(a.seqlens), rows = values_of(a.batch_idx), begins = values_of(a.leftpad);
+  std::vector<Tensor> outs{empty_on(query.device(), {0, shape.seqlen_q, shape.heads, shape.dim_v}, query.scalar_type())};
+  std::vector<Tensor> lses{
+      empty_on(query.device(), {0, shape.heads, shape.seqlen_q}, accumulation_type(query.scalar_type()))};
+  for (int64_t b = 0; b < shape.batch; ++b) {
+    const int64_t given = lengths.empty() ? shape.seqlen_k : lengths[size_t(b)] + appended;
+    const int64_t end = std::clamp<int64_t>(given, 0, shape.seqlen_k);
+    const int64_t begin = begins.empty() ? 0 : std::clamp<int64_t>(begins[size_t(b)], 0, end);
+    const int64_t row = rows.empty() ? b : rows[size_t(b)];
+    AttentionOptions own = o;
+    if (is_given(o.alibi_slopes) && o.alibi_slopes->dim() == 2) own.alibi_slopes = o.alibi_slopes->select(0, b);
+    auto [out, lse] = composed_attention(query.narrow(0, b, 1), cached_rows(a, a.keys, b, row, begin, end),
+                                         cached_rows(a, a.values, b, row, begin, end), own);
+    outs.push_back(std::move(out));
+    lses.push_back(std::move(lse));
+  }
+  return {at::cat(outs).contiguous(), at::cat(lses).contiguous()};
+}
+
+// The alignment of the rows of a cache, of those that CUDA kernels know.
+int alignment_of(const HeadsView& view, int64_t element_bytes) {
+  const int64_t strides = (view.batch_stride | view.seq_stride | view.head_stride) * element_bytes;
+  const int64_t all = int64_t(reinterpret_cast<uintptr_t>(view.data)) | strides;
+  return all % 16 == 0 ? 16 : all % 4 == 0 ? 4 : 2;
+}
+
 std::tuple<Tensor, Tensor> attend(const char* op, const Tensor& query, const CacheArguments& a,
                                   const AppendArguments* append, const AttentionOptions& o, int64_t num_splits) {
   const AttentionShape shape = check_shapes(op, query, a);
   check_attention_options(shape, op, query, o);
   CUDA_EXT_CHECK(num_splits >= 0, op, "expected num_splits >= 0 (0 chooses by the length), got ", num_splits);
-  const CudaKernels* cuda = cuda_kernels(op, query.device(), query.scalar_type());
+  const CudaKernels* cuda = cuda_kernels(op, query.device());
   const bool on_cuda = cuda != nullptr;
-  if (on_cuda) check_cuda_attention(op, shape, query);
-  check_in_place(op, "key_cache", a.keys, on_cuda);
-  check_in_place(op, "value_cache", a.values, on_cuda);
+  check_in_place(op, "key_cache", a.keys);
+  check_in_place(op, "value_cache", a.values);
 
   IndexTensors indices;
   KeyCache cache = key_cache_of(op, query, shape, a, indices);
@@ -238,43 +316,49 @@ std::tuple<Tensor, Tensor> attend(const char* op, const Tensor& query, const Cac
   }
   if (!on_cuda && query.is_cpu()) check_values(op, shape, cache, a.keys.size(0), new_rows.count);
 
-  Tensor out = empty_on(query.device(), {shape.batch, shape.seqlen_q, shape.heads, shape.dim_v}, query.scalar_type());
+  LaunchScope scope(query.device());
+  Tensor queries = query;
+  if (append != nullptr && shape.batch * shape.heads_kv > 0) {
+    new_rows.cache = cache;
+    queries = append_rows(op, query, a, *append, new_rows, cuda, scope);
+    cache.appended = new_rows.count;
+  }
+  if (on_cuda && !attention_cuda_runs(to_dtype(query.scalar_type()), shape.dim, shape.dim_v, /*backward=*/false))
+    return composed_cached(op, queries, a, shape, cache.appended, o);
+
+  AttentionShape computed = shape;
+  const bool pads = on_cuda && is_padded(shape);
+  if (pads) {
+    computed.dim = padded_dim(shape.dim);
+    computed.dim_v = padded_dim(shape.dim_v);
+    queries = padded(queries);
+  }
+  const Tensor out =
+      empty_on(query.device(), {shape.batch, shape.seqlen_q, shape.heads, computed.dim_v}, query.scalar_type());
   Tensor lse =
       empty_on(query.device(), {shape.batch, shape.heads, shape.seqlen_q}, accumulation_type(query.scalar_type()));
   CachedAttentionParams p;
   AttentionOperands operands;
-  fill_params(p, operands, shape, query, a.keys, a.values, o, on_cuda);
+  operands.query = with_dense_rows(queries, on_cuda);
+  fill_params(p, operands, computed, query.scalar_type(), pads ? padded_options(o, shape) : o, on_cuda);
+  p.query = view_of(operands.query);
+  p.key = view_of(a.keys);
+  p.value = view_of(a.values);
+  p.key_width = shape.dim;
+  p.value_width = shape.dim_v;
+  p.key_alignment = alignment_of(p.key, size_of(p.dtype));
+  p.value_alignment = alignment_of(p.value, size_of(p.dtype));
   p.num_splits = num_splits;
   p.out = view_of(out);
   p.lse = lse.mutable_data_ptr();
-
-  LaunchScope scope(query.device());
-  if (append != nullptr && shape.batch * shape.heads_kv > 0) {
-    const Tensor keys = with_dense_rows(append->keys, on_cuda), values = with_dense_rows(append->values, on_cuda);
-    new_rows.cache = cache;
-    new_rows.key = view_of(keys);
-    new_rows.value = view_of(values);
-    new_rows.key_cache = view_of(a.keys);
-    new_rows.value_cache = view_of(a.values);
-    if (new_rows.rotary_cos != nullptr) {
-      Tensor rotated = empty_on(query.device(), query.sizes(), query.scalar_type());
-      new_rows.query = p.query;
-      new_rows.rotated_query = p.query = view_of(rotated);
-      operands.query = std::move(rotated);
-    }
-    if (on_cuda)
-      launch_for(op, [&] { cuda->cache_append(new_rows, scope.stream()); });
-    else
-      cache_append(new_rows);
-    cache.appended = new_rows.count;
-  }
   p.cache = cache;
-  if (lse.numel() == 0) return {std::move(out), std::move(lse)};  // launchers plan for at least one row
-  if (on_cuda)
-    launch_for(op, [&] { cuda->attention_cache(p, scope.allocator(), scope.stream()); });
-  else
-    attention_forward(p);
-  return {std::move(out), std::move(lse)};
+  if (lse.numel() > 0) {  // launchers plan for at least one row
+    if (on_cuda)
+      launch_for(op, [&] { cuda->attention_cache(p, scope.allocator(), scope.stream()); });
+    else
+      attention_forward(p);
+  }
+  return {pads ? unpadded(out, shape.dim_v) : out, std::move(lse)};
 }
 
 AttentionOptions options_of(const OptionalTensor& alibi_slopes, const OptionalTensor& sinks, ATTENTION_LOGIT_SCALARS) {

@@ -8,8 +8,6 @@
 #include <cmath>
 #include <limits>
 
-#include "attention/attention_cuda.h"
-
 namespace cuda_ext {
 namespace {
 
@@ -176,21 +174,6 @@ AttentionShape check_attention(const char* op, const Tensor& query, const Tensor
   }
   check_attention_options(shape, op, query, o);
   return shape;
-}
-
-void check_cuda_attention(const char* op, const AttentionShape& shape, const Tensor& query) {
-  CUDA_EXT_CHECK(query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16, op,
-                 "expected float16 or bfloat16 on a CUDA device, got ", dtype_name(query.scalar_type()),
-                 "; cast, or run it under torch.autocast");
-  const auto check_dim = [&](const char* name, int64_t dim, const char* if_odd, const char* if_large) {
-    const bool large = dim > attention::kMaxHeadDim;
-    CUDA_EXT_CHECK(!large && dim % 8 == 0, op, "expected a ", name, " that is a multiple of 8 up to ",
-                   attention::kMaxHeadDim, " on a CUDA device, got ", dim, "; ", large ? if_large : if_odd);
-  };
-  check_dim("head dim of query and key", shape.dim, "pad both with zeros and pass the scale of the original dim",
-            "use torch.nn.functional.scaled_dot_product_attention, or the CPU");
-  check_dim("head dim of value", shape.dim_v, "pad it with zeros and slice the output",
-            "split value along its last dimension, and concatenate the outputs of the parts");
 }
 
 }  // namespace cuda_ext

@@ -20,7 +20,4 @@ AttentionShape check_attention(const char* op, const Tensor& query, const Tensor
 void check_attention_options(const AttentionShape& shape, const char* op, const Tensor& query,
                              const AttentionOptions& options);
 
-// The dtypes and head dims that the CUDA kernels take; the CPU kernels take more.
-void check_cuda_attention(const char* op, const AttentionShape& shape, const Tensor& query);
-
 }  // namespace cuda_ext

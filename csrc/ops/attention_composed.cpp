@@ -12,28 +12,37 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
-#include "base/philox.h"
 #include "ops/gemm_composed.h"
+#include "ops/philox.h"
 
 namespace cuda_ext {
 namespace {
 
 constexpr double kHidden = -std::numeric_limits<double>::infinity();
 
-// One batch of sequences of equal length, in the accumulation type. G = H / Hk query heads share a key head.
+// The random numbers of a call's dropout. The first row of matrix n, one of batch * heads, is row first + n * pitch, and
+// every row has one for each of longest_k keys.
+struct DropoutRows {
+  Tensor rng_state;
+  int64_t first, pitch, longest_k;
+};
+
+// Consecutive rows of a batch of sequences of equal length, in the accumulation type.
 struct Dense {
-  Tensor query;   // (B, H, Sq, D)
+  Tensor query;   // (B, H, rows, D)
   Tensor key;     // (B, H, Sk, D)
   Tensor value;   // (B, H, Sk, Dv)
   Tensor slopes;  // (H, 1, 1) or (B, H, 1, 1), or undefined
   Tensor sinks;   // (1, H, 1, 1), or undefined
-  Tensor bias;    // broadcasts to (B, H, Sq, Sk), or undefined
+  Tensor bias;    // broadcasts to (B, H, rows, Sk), or undefined
   Tensor mask;    // the same
-  Tensor keep;    // (B, H, Sq, Sk): 0 for dropped weights, 1 / (1 - p) for others; undefined without dropout
+  DropoutRows dropout;
   double scale;
+  int64_t first_row, all_rows;
 };
 
 // The steps of softmax(logits) that backward needs again.
@@ -68,7 +77,7 @@ Tensor heads_back(const Tensor& tensor, int64_t heads_kv, at::ScalarType type) {
 
 // query (B, Sq, H, D), key (B, Sk, Hk, D), value (B, Sk, Hk, Dv); alibi_slopes (H,) or (B, H).
 Dense prepare(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& alibi_slopes,
-              const Tensor& keep, const AttentionOptions& o) {
+              const DropoutRows& dropout, const AttentionOptions& o) {
   const auto type = accumulation_type(query.scalar_type());
   const int64_t heads = query.size(2);
   Dense d;
@@ -79,9 +88,51 @@ Dense prepare(const Tensor& query, const Tensor& key, const Tensor& value, const
   if (is_given(o.sinks)) d.sinks = o.sinks->to(type).view({1, heads, 1, 1});
   d.bias = value_or_empty(o.bias);
   d.mask = value_or_empty(o.mask);
-  d.keep = keep;
+  d.dropout = dropout;
+  d.first_row = 0;
+  d.all_rows = query.size(1);
   d.scale = o.scale.value_or(1.0 / std::sqrt(double(std::max<int64_t>(1, query.size(3)))));
   return d;
+}
+
+// Rows [first, first + count) of a tensor whose rows are dim -2, unless it is broadcast along them.
+Tensor some_rows(const Tensor& tensor, int64_t first, int64_t count) {
+  return !tensor.defined() || tensor.dim() < 2 || tensor.size(-2) == 1 ? tensor : tensor.narrow(-2, first, count);
+}
+
+// Calls f(part, first row) for as many rows at a time as keep a matrix of logits small: memory is linear in Sq and Sk.
+template <class F>
+void for_parts(const Dense& d, const F& f) {
+  constexpr int64_t kMostLogits = 1 << 24;
+  const int64_t row_logits = d.query.size(0) * d.query.size(1) * d.key.size(2);
+  const int64_t most = std::max<int64_t>(1, kMostLogits / std::max<int64_t>(1, row_logits));
+  int64_t first = 0;
+  do {
+    const int64_t count = std::min(most, d.all_rows - first);
+    Dense part = d;
+    if (count < d.all_rows) {
+      part.query = d.query.narrow(-2, first, count);
+      part.bias = some_rows(d.bias, first, count);
+      part.mask = some_rows(d.mask, first, count);
+      part.dropout.first += first;
+      part.first_row = first;
+    }
+    f(part, first);
+    first += count;
+  } while (first < d.all_rows);
+}
+
+// What the kernels multiply probabilities by: 0 or 1 / (1 - p), (B, H, rows, Sk).
+Tensor keep_mask(const Dense& d, double dropout_p) {
+  const int64_t batch = d.query.size(0), heads = d.query.size(1), keys = d.key.size(2);
+  const auto numbers = d.dropout.rng_state.options();
+  const Tensor row = d.dropout.first + at::arange(batch * heads, numbers).view({batch, heads, 1, 1}) * d.dropout.pitch +
+                     at::arange(d.query.size(2), numbers).unsqueeze(1);
+  // Four keys share a counter.
+  const Tensor counter = row * ((d.dropout.longest_k + 3) / 4) + at::arange((keys + 3) / 4, numbers);
+  const Tensor words = at::stack(philox_words(d.dropout.rng_state, counter), -1).flatten(-2).narrow(-1, 0, keys);
+  const int64_t drop_below = int64_t(uint32_t(dropout_p * 4294967296.0));
+  return words.ge(drop_below).to(d.query.scalar_type()) / (1 - dropout_p);
 }
 
 Probs probs_of(const Dense& d, const AttentionOptions& o) {
@@ -94,8 +145,8 @@ Probs probs_of(const Dense& d, const AttentionOptions& o) {
   Tensor logits = w.capped;
   const auto index_options = options.dtype(at::kLong);
   // Row i - column j, counted from the diagonal.
-  const Tensor distance =
-      at::arange(rows, index_options).unsqueeze(1) + (keys - rows) - at::arange(keys, index_options);
+  const Tensor distance = at::arange(rows, index_options).unsqueeze(1) + (d.first_row + keys - d.all_rows) -
+                          at::arange(keys, index_options);
   if (d.slopes.defined()) logits = logits - d.slopes * distance.abs().to(logits.scalar_type());
   if (d.bias.defined()) logits = logits + d.bias.to(logits.scalar_type());
   if (d.mask.defined()) logits = logits.masked_fill(d.mask.logical_not(), kHidden);
@@ -123,31 +174,56 @@ Probs probs_of(const Dense& d, const AttentionOptions& o) {
 }
 
 std::tuple<Tensor, Tensor> dense_forward(const Dense& d, const AttentionOptions& o, at::ScalarType type) {
-  const Probs w = probs_of(d, o);
-  const Tensor p = o.dropout_p > 0 ? at::dropout(w.p, o.dropout_p, /*train=*/true) : w.p;
-  return {product(p, d.value).transpose(1, 2).to(type), w.lse};
+  std::vector<Tensor> outs, lses;
+  for_parts(d, [&](const Dense& part, int64_t) {
+    const Probs w = probs_of(part, o);
+    Tensor p = w.p;
+    if (o.dropout_p > 0)
+      p = d.dropout.rng_state.defined() ? p * keep_mask(part, o.dropout_p)
+                                        : at::dropout(p, o.dropout_p, /*train=*/true);
+    outs.push_back(product(p, d.value));
+    lses.push_back(w.lse);
+  });
+  return {at::cat(outs, 2).transpose(1, 2).to(type), at::cat(lses, 2)};
 }
+
+// The sum of tensors, as they come.
+void add_to(Tensor& total, const Tensor& term) { total = total.defined() ? total + term : term; }
 
 // Dao et al., arXiv 2205.14135, appendix B.2, with the gradient of lse added to that of the softmax. grad_lse may be
 // undefined, else it is (B, H, Sq).
 AttentionGradients dense_backward(const Tensor& grad_out, const Tensor& grad_lse, const Dense& d, int64_t heads_kv,
                                   const AttentionOptions& o) {
   const auto type = grad_out.scalar_type();
-  const Probs w = probs_of(d, o);
-  const Tensor grad = grad_out.to(d.query.scalar_type()).transpose(1, 2);  // (B, H, Sq, Dv)
-  const Tensor dropped = d.keep.defined() ? w.p * d.keep : w.p;
+  const Tensor all_grads = grad_out.to(d.query.scalar_type()).transpose(1, 2);  // (B, H, Sq, Dv)
+  Tensor grad_key, grad_value, grad_sinks, grad_bias;
+  std::vector<Tensor> grad_queries, bias_rows;
+  for_parts(d, [&](const Dense& part, int64_t first) {
+    const int64_t rows = part.query.size(2);
+    const Probs w = probs_of(part, o);
+    const Tensor keep = o.dropout_p > 0 ? keep_mask(part, o.dropout_p) : Tensor();
+    const Tensor grad = all_grads.narrow(2, first, rows);
+    add_to(grad_value, product((keep.defined() ? w.p * keep : w.p).mT(), grad));
+    Tensor grad_p = product(grad, d.value.mT());
+    if (keep.defined()) grad_p = grad_p * keep;
+    Tensor row = -(w.p * grad_p).sum(-1, /*keepdim=*/true);  // (B, H, rows, 1)
+    if (grad_lse.defined()) row = row + grad_lse.narrow(2, first, rows).unsqueeze(-1);
+    const Tensor grad_logits = w.p * (grad_p + row);
+    if (d.sinks.defined()) add_to(grad_sinks, (w.p_sink * row).sum({0, 2, 3}));
+    if (d.bias.defined()) bias_rows.push_back(grad_logits.sum_to_size(part.bias.sizes()));
+    const Tensor grad_scores = o.softcap > 0 ? grad_logits * (1 - (w.capped / o.softcap).square()) : grad_logits;
+    grad_queries.push_back(product(grad_scores, d.key, d.scale));
+    add_to(grad_key, product(grad_scores.mT(), part.query, d.scale));
+  });
+  const bool has_bias_rows = d.bias.defined() && d.bias.dim() >= 2 && d.bias.size(-2) != 1;
+  if (has_bias_rows) grad_bias = at::cat(bias_rows, -2);
+  for (size_t i = 0; !has_bias_rows && i < bias_rows.size(); ++i) add_to(grad_bias, bias_rows[i]);
   AttentionGradients g;
-  g.value = heads_back(product(dropped.mT(), grad), heads_kv, type);
-  Tensor grad_p = product(grad, d.value.mT());
-  if (d.keep.defined()) grad_p = grad_p * d.keep;
-  Tensor row = -(w.p * grad_p).sum(-1, /*keepdim=*/true);  // (B, H, Sq, 1)
-  if (grad_lse.defined()) row = row + grad_lse.unsqueeze(-1);
-  const Tensor grad_logits = w.p * (grad_p + row);
-  if (d.sinks.defined()) g.sinks = (w.p_sink * row).sum({0, 2, 3}).to(o.sinks->scalar_type());
-  if (d.bias.defined()) g.bias = grad_logits.sum_to_size(d.bias.sizes()).to(d.bias.scalar_type());
-  const Tensor grad_scores = o.softcap > 0 ? grad_logits * (1 - (w.capped / o.softcap).square()) : grad_logits;
-  g.query = product(grad_scores, d.key, d.scale).transpose(1, 2).to(type);
-  g.key = heads_back(product(grad_scores.mT(), d.query, d.scale), heads_kv, type);
+  g.query = at::cat(grad_queries, 2).transpose(1, 2).to(type);
+  g.key = heads_back(grad_key, heads_kv, type);
+  g.value = heads_back(grad_value, heads_kv, type);
+  if (d.sinks.defined()) g.sinks = grad_sinks.to(o.sinks->scalar_type());
+  if (d.bias.defined()) g.bias = grad_bias.to(d.bias.scalar_type());
   return g;
 }
 
@@ -198,38 +274,20 @@ Tensor bias_from_parts(const std::vector<Tensor>& parts, const Tensor& bias) {
   const Tensor stacked = at::stack(padded);
   return bias.dim() == 4 && bias.size(0) != 1 ? stacked : stacked.sum(0).reshape(bias.sizes());
 }
-Dense prepare(const Segment& s, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& keep,
-              const AttentionOptions& o) {
+Dense prepare(const Segment& s, const Tensor& query, const Tensor& key, const Tensor& value,
+              const DropoutRows& dropout, const AttentionOptions& o) {
   Dense d = prepare(rows_of(query, s.first_q, s.rows), rows_of(key, s.first_k, s.keys),
-                    rows_of(value, s.first_k, s.keys), slopes_of(o, s.index), keep, o);
+                    rows_of(value, s.first_k, s.keys), slopes_of(o, s.index), dropout, o);
   d.bias = part_of(d.bias, s);
   d.mask = part_of(d.mask, s);
   return d;
 }
 
-// The dropout factors that the kernels draw: 0 or 1 / (1 - p) for each of `rows` rows of `batch * heads` matrices. The
-// first row of matrix n has the number first_row + n * row_pitch.
-Tensor keep_mask(const Tensor& rng_state, const AttentionOptions& o, int64_t batch, int64_t heads, int64_t rows,
-                 int64_t keys, int64_t first_row, int64_t row_pitch, int64_t longest_k, const Tensor& query) {
-  if (o.dropout_p == 0) return {};
-  const Tensor state = rng_state.cpu();
-  const uint64_t seed = uint64_t(state.const_data_ptr<int64_t>()[0]);
-  const uint64_t offset = uint64_t(state.const_data_ptr<int64_t>()[1]);
-  const uint32_t threshold = uint32_t(o.dropout_p * 4294967296.0);
-  const int64_t groups = (longest_k + 3) / 4;
-  Tensor mask = at::zeros({batch, heads, rows, keys}, at::kDouble);
-  double* at = mask.mutable_data_ptr<double>();
-  for (int64_t n = 0; n < batch * heads; ++n) {
-    for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t j = 0; j < keys; ++j) {
-        const uint64_t counter[1] = {uint64_t(first_row + n * row_pitch + i) * uint64_t(groups) + uint64_t(j / 4)};
-        uint32_t words[4][1];
-        philox<1>(seed, offset, counter, words);
-        *at++ = words[j % 4][0] >= threshold ? 1 / (1 - o.dropout_p) : 0.0;
-      }
-    }
-  }
-  return mask.to(query.options().dtype(accumulation_type(query.scalar_type())));
+// The keys for which every row has random numbers.
+int64_t longest_keys(const std::vector<Segment>& segments, const AttentionOptions& o) {
+  int64_t longest = o.max_seqlen_k ? o.max_seqlen_k->guard_int(__FILE__, __LINE__) : 0;
+  for (const Segment& s : segments) longest = std::max(longest, s.keys);
+  return longest;
 }
 
 // The parts one after the other, and zeros for the rows of `whole` after them.
@@ -242,14 +300,20 @@ Tensor with_tail(std::vector<Tensor> parts, const Tensor& cu_seqlens, const Tens
 }  // namespace
 
 std::tuple<Tensor, Tensor> composed_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                                              const AttentionOptions& o) {
+                                              const AttentionOptions& o, const Tensor& rng_state) {
   const auto type = query.scalar_type();
-  if (!o.is_varlen()) return dense_forward(prepare(query, key, value, o.alibi_slopes, {}, o), o, type);
+  if (!o.is_varlen()) {
+    const DropoutRows dropout{rng_state, 0, query.size(1), key.size(1)};
+    return dense_forward(prepare(query, key, value, o.alibi_slopes, dropout, o), o, type);
+  }
   const int64_t heads = query.size(1);
   std::vector<Tensor> outs{at::zeros({0, heads, value.size(2)}, query.options())};
   std::vector<Tensor> lses{at::zeros({heads, 0}, query.options().dtype(accumulation_type(type)))};
-  for (const Segment& s : segments_of(o)) {
-    const auto [out, lse] = dense_forward(prepare(s, query, key, value, {}, o), o, type);
+  const std::vector<Segment> segments = segments_of(o);
+  const int64_t longest_k = longest_keys(segments, o);
+  for (const Segment& s : segments) {
+    const DropoutRows dropout{rng_state, s.first_q, query.size(0), longest_k};
+    const auto [out, lse] = dense_forward(prepare(s, query, key, value, dropout, o), o, type);
     outs.push_back(out.squeeze(0));
     lses.push_back(lse.squeeze(0));
   }
@@ -263,26 +327,23 @@ AttentionGradients composed_attention_backward(const Tensor& grad_out, const Ten
                                                const Tensor& key, const Tensor& value, const Tensor& rng_state,
                                                const AttentionOptions& o) {
   if (!o.is_varlen()) {
-    const int64_t batch = query.size(0), rows = query.size(1), heads = query.size(2), keys = key.size(1);
-    const Tensor keep = keep_mask(rng_state, o, batch, heads, rows, keys, 0, rows, keys, query);
-    return dense_backward(grad_out, grad_lse, prepare(query, key, value, o.alibi_slopes, keep, o), key.size(2), o);
+    const DropoutRows dropout{rng_state, 0, query.size(1), key.size(1)};
+    return dense_backward(grad_out, grad_lse, prepare(query, key, value, o.alibi_slopes, dropout, o), key.size(2), o);
   }
   const std::vector<Segment> segments = segments_of(o);
-  int64_t longest_k = o.max_seqlen_k ? o.max_seqlen_k->guard_int(__FILE__, __LINE__) : 0;
-  for (const Segment& s : segments) longest_k = std::max(longest_k, s.keys);
+  const int64_t longest_k = longest_keys(segments, o);
   std::vector<Tensor> queries, keys, values, biases;
   AttentionGradients total;
   for (const Segment& s : segments) {
-    const int64_t heads = query.size(1);
-    const Tensor keep = keep_mask(rng_state, o, 1, heads, s.rows, s.keys, s.first_q, query.size(0), longest_k, query);
+    const DropoutRows dropout{rng_state, s.first_q, query.size(0), longest_k};
     const Tensor own_lse = grad_lse.defined() ? grad_lse.narrow(1, s.first_q, s.rows).unsqueeze(0) : grad_lse;
     const AttentionGradients g = dense_backward(rows_of(grad_out, s.first_q, s.rows), own_lse,
-                                                prepare(s, query, key, value, keep, o), key.size(1), o);
+                                                prepare(s, query, key, value, dropout, o), key.size(1), o);
     queries.push_back(g.query.squeeze(0));
     keys.push_back(g.key.squeeze(0));
     values.push_back(g.value.squeeze(0));
     if (g.bias.defined()) biases.push_back(g.bias);
-    if (g.sinks.defined()) total.sinks = total.sinks.defined() ? total.sinks + g.sinks : g.sinks;
+    if (g.sinks.defined()) add_to(total.sinks, g.sinks);
   }
   total.query = with_tail(std::move(queries), *o.cu_seqlens_q, query);
   total.key = with_tail(std::move(keys), *o.cu_seqlens_k, key);

@@ -1,5 +1,6 @@
-// Attention and its gradients composed of differentiable ops, through the full matrix of scores. They serve second
-// derivatives, forward mode and torch.func (ops/autograd.h), and use memory proportional to Sq * Sk.
+// Attention and its gradients composed of differentiable ops. They serve second derivatives, forward mode and torch.func
+// (ops/autograd.h), and CUDA devices where there is no kernel. Logits are computed for some rows at a time, so memory
+// grows with Sq + Sk; autograd saves those of all rows.
 #pragma once
 
 #include <tuple>
@@ -8,12 +9,11 @@
 
 namespace cuda_ext {
 
-// Without rng_state, torch.nn.functional.dropout draws the dropout, with its rules for vmap.
+// rng_state: the random numbers of dropout. Without, torch.nn.functional.dropout draws them, with its rules for vmap.
 std::tuple<Tensor, Tensor> composed_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                                              const AttentionOptions& options);
+                                              const AttentionOptions& options, const Tensor& rng_state = {});
 
 // The gradients of query, key, value, sinks and bias; the last two are undefined if the op was called without them.
-// rng_state: as returned by forward.
 struct AttentionGradients {
   Tensor query, key, value, sinks, bias;
 };

@@ -2,11 +2,15 @@
 
 #include "ops/attention_params.h"
 
+#include <ATen/ops/constant_pad_nd.h>
+
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <limits>
 
 #include "attention/attention_cuda.h"
+#include "ops/product.h"
 
 namespace cuda_ext {
 
@@ -52,9 +56,9 @@ void set_bias_and_mask(AttentionParams& p, AttentionOperands& operands, at::Scal
   }
   if (operands.bias.defined()) {
     const auto bias_type = operands.bias.scalar_type();
-    p.bias_kind = bias_type == at::kBool ? BiasKind::kBoolean
-                  : bias_type == type    ? BiasKind::kStorage
-                                         : BiasKind::kAccumulation;
+    p.bias_kind = bias_type == at::kBool                    ? BiasKind::kBoolean
+                  : bias_type == accumulation_type(type) ? BiasKind::kAccumulation
+                                                         : BiasKind::kStorage;
     p.bias = operands.bias.const_data_ptr();
     broadcast_strides(operands.bias, p.bias_strides);
   }
@@ -68,16 +72,41 @@ std::atomic<bool> wgmma_enabled = true;
 
 bool set_attention_wgmma(bool enabled) { return wgmma_enabled.exchange(enabled); }
 
+namespace {
+
+double scale_of(const AttentionOptions& o, const AttentionShape& shape) {
+  return o.scale.value_or(1.0 / std::sqrt(double(std::max<int64_t>(1, shape.dim))));
+}
+
+}  // namespace
+
+Tensor padded(const Tensor& tensor) {
+  return at::constant_pad_nd(tensor, {0, padded_dim(tensor.size(-1)) - tensor.size(-1)});
+}
+Tensor unpadded(const Tensor& tensor, int64_t dim) { return tensor.narrow(-1, 0, dim).contiguous(); }
+AttentionOptions padded_options(const AttentionOptions& o, const AttentionShape& shape) {
+  AttentionOptions options = o;
+  options.scale = scale_of(o, shape);
+  return options;
+}
+
 void fill_params(AttentionParams& p, AttentionOperands& operands, const AttentionShape& shape, const Tensor& query,
                  const Tensor& key, const Tensor& value, const AttentionOptions& o, bool on_cuda) {
-  const auto accumulation = accumulation_type(query.scalar_type());
   operands.query = with_dense_rows(query, on_cuda);
   operands.key = with_dense_rows(key, on_cuda);
   operands.value = with_dense_rows(value, on_cuda);
   p.query = view_of(operands.query);
   p.key = view_of(operands.key);
   p.value = view_of(operands.value);
-  p.dtype = to_dtype(query.scalar_type());
+  p.total_q = query.size(0);
+  p.total_k = key.size(0);
+  fill_params(p, operands, shape, query.scalar_type(), o, on_cuda);
+}
+
+void fill_params(AttentionParams& p, AttentionOperands& operands, const AttentionShape& shape, at::ScalarType type,
+                 const AttentionOptions& o, bool on_cuda) {
+  const auto accumulation = accumulation_type(type);
+  p.dtype = to_dtype(type);
   p.batch = shape.batch;
   p.heads = shape.heads;
   p.heads_kv = shape.heads_kv;
@@ -90,12 +119,12 @@ void fill_params(AttentionParams& p, AttentionOperands& operands, const Attentio
     operands.cu_seqlens_k = o.cu_seqlens_k->contiguous();
     p.cu_seqlens_q = operands.cu_seqlens_q.const_data_ptr<int32_t>();
     p.cu_seqlens_k = operands.cu_seqlens_k.const_data_ptr<int32_t>();
-    p.total_q = query.size(0);
-    p.total_k = key.size(0);
+  } else {
+    p.total_q = p.total_k = 0;
   }
   p.window_left = o.window_left.value_or(AttentionParams::kUnbounded);
   p.window_right = o.causal ? 0 : o.window_right.value_or(AttentionParams::kUnbounded);
-  p.scale = o.scale.value_or(1.0 / std::sqrt(double(std::max<int64_t>(1, shape.dim))));
+  p.scale = scale_of(o, shape);
   p.softcap = o.softcap;
   if (is_given(o.alibi_slopes)) {
     operands.alibi_slopes = o.alibi_slopes->to(accumulation).contiguous();
@@ -106,9 +135,10 @@ void fill_params(AttentionParams& p, AttentionOperands& operands, const Attentio
     operands.sinks = o.sinks->to(accumulation).contiguous();
     p.sinks = operands.sinks.const_data_ptr();
   }
-  set_bias_and_mask(p, operands, query.scalar_type(), o, on_cuda);
+  set_bias_and_mask(p, operands, type, o, on_cuda);
   p.dropout_p = o.dropout_p;
   p.uses_wgmma = wgmma_enabled;
+  p.in_tf32 = on_cuda && float32_product() == Float32Product::kTf32;
   p.dropout_pitch = (shape.longest_k + 3) / 4 * 4;
 }
 

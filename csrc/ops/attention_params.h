@@ -23,8 +23,19 @@ struct AttentionOperands {
 // Whether attention may use wgmma; for tests. Returns the previous answer.
 bool set_attention_wgmma(bool enabled);
 
-// Everything but the outputs and the random numbers.
+// Everything but the operands, the outputs and the random numbers. `type` is that of query.
+void fill_params(AttentionParams& p, AttentionOperands& operands, const AttentionShape& shape, at::ScalarType type,
+                 const AttentionOptions& o, bool on_cuda);
+// The same with query, key and value.
 void fill_params(AttentionParams& p, AttentionOperands& operands, const AttentionShape& shape, const Tensor& query,
                  const Tensor& key, const Tensor& value, const AttentionOptions& o, bool on_cuda);
+
+// CUDA kernels read head dims that are multiples of 8. Others are padded with zeros, which change no product.
+inline int64_t padded_dim(int64_t dim) { return (dim + 7) / 8 * 8; }
+inline bool is_padded(const AttentionShape& shape) { return shape.dim % 8 != 0 || shape.dim_v % 8 != 0; }
+Tensor padded(const Tensor& tensor);
+Tensor unpadded(const Tensor& tensor, int64_t dim);
+// The options of the padded call: the default scale is that of the given head dim.
+AttentionOptions padded_options(const AttentionOptions& o, const AttentionShape& shape);
 
 }  // namespace cuda_ext

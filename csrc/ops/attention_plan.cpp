@@ -3,6 +3,7 @@
 
 #include <torch/library.h>
 
+#include "attention/attention_cuda.h"
 #include "ops/attention_params.h"
 #include "ops/backend.h"
 
@@ -42,15 +43,19 @@ Answer attention_plan(const Tensor& query, const Tensor& key, const Tensor& valu
   const AttentionOptions o{VARLEN_NAMES};
   const AttentionShape shape = check_attention(op, query, key, value, o);
   const bool named = compute_capability != 0;
-  const CudaKernels* kernels = named ? planning_kernels() : cuda_kernels(op, query.device(), query.scalar_type());
+  const CudaKernels* kernels = named ? planning_kernels() : cuda_kernels(op, query.device());
   if (!named && kernels == nullptr) return {"cpu", "", Numbers()};
   TORCH_CHECK_NOT_IMPLEMENTED(kernels != nullptr, CUDA_EXT_OP(""), op,
                               ": expected a build with CUDA kernels, or the emulator, to plan for a named device; call "
                               "it inside `with cuda_ext.testing.emulated():`");
-  check_cuda_attention(op, shape, query);
+  if (!attention_cuda_runs(to_dtype(query.scalar_type()), shape.dim, shape.dim_v, backward))
+    return {"composed", "there are kernels for at most 32 bits and head dims up to 256, in float32 backward up to 128",
+            Numbers()};
   AttentionBackwardParams p;
   AttentionOperands operands;
   fill_params(p, operands, shape, query, key, value, o, true);
+  p.dim = (p.dim + 7) / 8 * 8;
+  p.dim_v = (p.dim_v + 7) / 8 * 8;
   p.deterministic = deterministic.value_or(false);
   p.grad_out = dense_view(p.dim_v, o.is_varlen(), p.seqlen_q, p.heads);
   std::string refusal;

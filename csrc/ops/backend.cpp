@@ -76,7 +76,7 @@ void check_architecture(const char* op, at::Device device) {
 
 }  // namespace
 
-const CudaKernels* cuda_kernels(const char* op, at::Device device, at::ScalarType type) {
+const CudaKernels* cuda_kernels(const char* op, at::Device device) {
   const CudaKernels* kernels = nullptr;
   if (device.is_cpu()) {
     kernels = emulated_kernels.load(std::memory_order_acquire);
@@ -95,9 +95,6 @@ const CudaKernels* cuda_kernels(const char* op, at::Device device, at::ScalarTyp
 #endif
   TORCH_CHECK_NOT_IMPLEMENTED(kernels != nullptr, CUDA_EXT_OP(""), op,
                               ": expected tensors on a CUDA device or the CPU, ", "got device ", device);
-  TORCH_CHECK_NOT_IMPLEMENTED(type != at::kDouble, CUDA_EXT_OP(""), op,
-                              ": expected a dtype of at most 32 bits for the CUDA kernels, got float64; convert the "
-                              "tensors, or move them to the CPU with .cpu()");
   return kernels;
 }
 

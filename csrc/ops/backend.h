@@ -9,8 +9,8 @@
 namespace cuda_ext {
 
 // The CUDA kernels for tensors on `device`; null if the CPU kernels should run. Throws for a device that this library
-// was not built for, and for float64.
-const CudaKernels* cuda_kernels(const char* op, at::Device device, at::ScalarType type);
+// was not built for. They do not compute in float64: composed.h does.
+const CudaKernels* cuda_kernels(const char* op, at::Device device);
 
 // The kernels of the emulator while it is active, else those of this build; null if it has none. They can plan for any
 // device.

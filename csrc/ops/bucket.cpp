@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "ops/backend.h"
+#include "ops/float64.h"
 
 namespace cuda_ext {
 
@@ -141,12 +142,11 @@ struct Kernels {
   const char* op;
   void (*cpu)(const BucketParams&);
   void (*CudaKernels::*cuda)(const BucketParams&, float* stats, const AllocateWorkspace&, void* stream);
+  void (*cuda_float64)(const BucketParams&, at::Device, const Tensor& stats);
 };
-constexpr Kernels kPackKernels{kPack, launch_bucket_pack, &CudaKernels::bucket_pack};
-constexpr Kernels kUnpackKernels{kUnpack, launch_bucket_unpack, &CudaKernels::bucket_unpack};
-constexpr Kernels kStatsKernels{kStats, launch_bucket_stats, &CudaKernels::bucket_stats};
-
-at::ScalarType type_of(Dtype dtype) { return dtype == Dtype::kFloat64 ? at::kDouble : at::kFloat; }
+constexpr Kernels kPackKernels{kPack, launch_bucket_pack, &CudaKernels::bucket_pack, bucket_pack_in_float64};
+constexpr Kernels kUnpackKernels{kUnpack, launch_bucket_unpack, &CudaKernels::bucket_unpack, bucket_unpack_in_float64};
+constexpr Kernels kStatsKernels{kStats, launch_bucket_stats, &CudaKernels::bucket_stats, bucket_stats_in_float64};
 
 // Returns the statistics, (2,), in the accumulation type of the bucket; (0,) if they are not wanted.
 Tensor run(const Kernels& kernels, const std::vector<BucketEntry>& entries, BucketEntry bucket, double scale,
@@ -156,10 +156,14 @@ Tensor run(const Kernels& kernels, const std::vector<BucketEntry>& entries, Buck
   BucketStats stats;
   const BucketParams params{entries.data(), int64_t(entries.size()), bucket.data, bucket.count, bucket.dtype, scale,
                             &stats};
-  const CudaKernels* cuda = cuda_kernels(kernels.op, device, type_of(bucket.dtype));
+  const CudaKernels* cuda = cuda_kernels(kernels.op, device);
   if (cuda != nullptr) {
-    for (const BucketEntry& entry : entries) cuda_kernels(kernels.op, device, type_of(entry.dtype));
     LaunchScope scope(device);
+    const auto has_float64 = [](const BucketEntry& entry) { return entry.dtype == Dtype::kFloat64; };
+    if (is_double || std::any_of(entries.begin(), entries.end(), has_float64)) {
+      kernels.cuda_float64(params, device, out);
+      return out;
+    }
     float* const target = wants_stats ? out.mutable_data_ptr<float>() : nullptr;
     (cuda->*kernels.cuda)(params, target, scope.allocator(), scope.stream());
     return out;

@@ -169,7 +169,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gemm_backward(const Tensor& grad, con
   const auto type = a.scalar_type();
   Tensor grad_bias = bias_gradient(op, grad, output_mask[3], is_given(bias) ? bias->scalar_type() : type);
   // Tensor cores need both operands in the same dtype.
-  const Tensor factor = cuda_kernels(op, grad.device(), type) == nullptr ? grad : grad.to(type);
+  const Tensor factor = cuda_kernels(op, grad.device()) == nullptr ? grad : grad.to(type);
   return {output_mask[0] ? operand_gradient(op, factor, a, b, alpha, true) : absent(grad, type),
           output_mask[1] ? operand_gradient(op, factor, b, a, alpha, false) : absent(grad, type),
           output_mask[2] ? at::mul(grad, beta) : absent(grad, type), grad_bias};

@@ -48,21 +48,6 @@ Tensor activation_backward(const Tensor& grad, const Tensor& z, Activation activ
   return composed(activation).backward(grad, z);
 }
 
-// z (..., N), gated (..., 2N) = [gate; up]: (..., N).
-Tensor hidden_of(const Tensor& z, Activation activation, bool gated) {
-  if (!gated) return activate(z, activation);
-  const auto halves = z.chunk(2, -1);
-  return activate(halves[0], activation) * halves[1];
-}
-
-// The gradient at z, from the gradient at hidden_of(z).
-Tensor hidden_backward(const Tensor& grad, const Tensor& z, Activation activation, bool gated) {
-  if (!gated) return activation_backward(grad, z, activation);
-  const auto halves = z.chunk(2, -1);
-  const Tensor &gate = halves[0], &up = halves[1];
-  return at::cat({activation_backward(grad * up, gate, activation), grad * activate(gate, activation)}, -1);
-}
-
 // (..., n) as (rows, n).
 Tensor rows_of(const Tensor& tensor) { return tensor.dim() == 1 ? tensor.unsqueeze(0) : tensor.flatten(0, -2); }
 
@@ -93,6 +78,19 @@ class Sum {
 Tensor primal(const Tensor& tensor) { return tangent_of(tensor).defined() ? tensor._fw_primal(/*level=*/0) : tensor; }
 
 }  // namespace
+
+Tensor hidden_of(const Tensor& z, Activation activation, bool gated) {
+  if (!gated) return activate(z, activation);
+  const auto halves = z.chunk(2, -1);
+  return activate(halves[0], activation) * halves[1];
+}
+
+Tensor hidden_backward(const Tensor& grad, const Tensor& z, Activation activation, bool gated) {
+  if (!gated) return activation_backward(grad, z, activation);
+  const auto halves = z.chunk(2, -1);
+  const Tensor &gate = halves[0], &up = halves[1];
+  return at::cat({activation_backward(grad * up, gate, activation), grad * activate(gate, activation)}, -1);
+}
 
 Tensor call_gemm(const Tensor& a, const Tensor& b, const OptionalTensor& c, const OptionalTensor& bias,
                  const ActivationName& activation, double alpha, double beta, OptionalType out_dtype) {

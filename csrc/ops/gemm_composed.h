@@ -13,6 +13,11 @@ Tensor call_gemm(const Tensor& a, const Tensor& b, const OptionalTensor& c, cons
 Tensor call_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                    const OptionalTensor& residual = {}, const ActivationName& activation = {});
 
+// activation(z), gated activation(gate) * up of z = [gate; up]: (..., N) from z (..., N) or (..., 2N).
+Tensor hidden_of(const Tensor& z, Activation activation, bool gated);
+// The gradient at z, from the gradient at hidden_of(z).
+Tensor hidden_backward(const Tensor& grad, const Tensor& z, Activation activation, bool gated);
+
 // The tangent of an op's output, from the tangents of its arguments.
 Tensor gemm_tangent(const Tensor& a, const Tensor& b, const OptionalTensor& c, const OptionalTensor& bias,
                     Activation activation, double alpha, double beta, at::ScalarType out_dtype);

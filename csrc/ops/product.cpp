@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "ops/float64.h"
 #include "ops/tuning.h"
 
 namespace cuda_ext {
@@ -170,9 +171,9 @@ void set_rows(const char* op, GemmParams& params, const Tensor& input, const Ten
 
 void run_gemm(const char* op, const Tensor& out, const GemmParams& params) {
   const at::Device device = out.device();
-  const auto type = params.a.dtype == Dtype::kFloat64 ? at::kDouble : out.scalar_type();
-  const CudaKernels* kernels = cuda_kernels(op, device, type);
+  const CudaKernels* kernels = cuda_kernels(op, device);
   if (kernels == nullptr) return launch_gemm(params);
+  if (params.a.dtype == Dtype::kFloat64) return gemm_in_float64(params, device);
   const Float32Product float32 = float32_product();
   LaunchScope scope(device);
   launch_for(op, [&] {
@@ -286,9 +287,11 @@ ActivationGradient activation_gradient(const char* op, const Tensor& grad, const
     params.grad_preact = output(result.grad_preact);
   }
   if (bias_wanted) params.bias_grad = output(result.bias);
-  const CudaKernels* kernels = cuda_kernels(op, grad.device(), type);
+  const CudaKernels* kernels = cuda_kernels(op, grad.device());
   if (kernels == nullptr) {
     launch_activation_grad(params);
+  } else if (type == at::kDouble) {
+    activation_grad_in_float64(params, grad.device());
   } else {
     LaunchScope scope(grad.device());
     kernels->activation_grad(params, scope.allocator(), scope.stream());

@@ -134,12 +134,11 @@ Outcome tensors_outcome(const Tensor& query, const Tensor& key, const Tensor& va
   const Kernels kernels = kernels_on(query.device());
   if (!is_floating(type) || kernels == Kernels::kNone) return kTensors;
   if (kernels == Kernels::kCpu) return TORCH_GUARD_OR_FALSE(query.sym_size(-1).sym_gt(0)) ? kServed : kHeadDim;
-  if (type != at::kHalf && type != at::kBFloat16) return kTensors;
-  for (const Tensor* tensor : {&query, &value}) {
-    const std::optional<int64_t> dim = tensor->sym_size(-1).maybe_as_int();
-    if (!dim.has_value() || *dim == 0 || *dim > attention::kMaxHeadDim || *dim % 8 != 0) return kHeadDim;
-  }
-  return kServed;
+  if (type == at::kDouble) return kTensors;
+  const std::optional<int64_t> dim = query.sym_size(-1).maybe_as_int(), dim_v = value.sym_size(-1).maybe_as_int();
+  return dim.value_or(0) > 0 && dim_v.value_or(0) > 0 && attention_cuda_runs(to_dtype(type), *dim, *dim_v, true)
+             ? kServed
+             : kHeadDim;
 }
 
 bool serves_sizes(const Tensor& query, const Tensor& key, const Tensor& value, bool enable_gqa) {

@@ -315,7 +315,10 @@ Tensor all_reduce(const Tensor& bucket, at::TensorList segments, int64_t rank, i
   const Tensor out = empty_on(bucket.device(), {2}, accumulation_type(bucket.scalar_type()));
   const Pad::Call call{bucket.numel() == 0 ? kPadBytes : begin, bucket.numel(), to_dtype(bucket.scalar_type())};
   if (!bucket.is_cpu()) {
-    const CudaKernels* const cuda = cuda_kernels(kAllReduce, bucket.device(), bucket.scalar_type());
+    const CudaKernels* const cuda = cuda_kernels(kAllReduce, bucket.device());
+    CUDA_EXT_CHECK(bucket.scalar_type() != at::kDouble, kAllReduce,
+                   "expected a bucket of at most 32 bits on a CUDA device, got float64; use the collectives of "
+                   "torch.distributed");
     SymmetricParams params{{},         int(segments.size()), int(rank), int(slot), call.begin,
                            call.count, call.dtype,           staging,   timeout};
     for (size_t i = 0; i < segments.size(); ++i) params.segments[i] = segments[i].data_ptr();

@@ -3,6 +3,7 @@
 
 #include "arch/math.cuh"
 #include "tile/operand_tile.cuh"
+#include "tile/tf32.cuh"
 
 namespace cuda_ext::tile {
 
@@ -34,25 +35,82 @@ struct WarpTiles {
   HOST_DEVICE static constexpr int column_step(int n) { return n * 8 / group * group * warps_n + n * 8 % group; }
 };
 
-// result += A B. load_a(fragment, m, step) loads this warp's fragment m of A in a step. The warp multiplies every
-// `b_stride`-th fragment of B; this lane begins to read them at `b`.
-template <class TileB, int b_stride = 1, class Address, int row_tiles, int column_tiles, class OperandA>
-DEVICE void multiply(const OperandA& load_a, Address b, float (&result)[row_tiles][column_tiles][4]) {
-  using T = typename TileB::Element;
+// The same for float32 operands, as tf32: each rounded or, unless `in_tf32`, in three products of what rounding keeps
+// and what it drops. Tensor cores round sums towards zero, so every few steps are added in float32 arithmetic.
+template <class TileB, int b_stride, class Address, int row_tiles, int column_tiles, class OperandA>
+DEVICE void multiply_float32(const OperandA& load_a, Address b, float (&result)[row_tiles][column_tiles][4],
+                             bool in_tf32) {
+  constexpr int kSteps = TileB::kDepth / TileB::kStep, kTogether = kSteps % 4 == 0 ? 4 : kSteps % 2 == 0 ? 2 : 1;
 #pragma unroll
-  for (int step = 0; step < TileB::kDepth / TileB::kStep; ++step) {
-    uint32_t a[row_tiles][4];
+  for (int first = 0; first < kSteps; first += kTogether) {
+    Tf32Pair a[kTogether][row_tiles][4];
 #pragma unroll
-    for (int m = 0; m < row_tiles; ++m) load_a(a[m], m, step);
-#pragma unroll
-    for (int n = 0; n < column_tiles; n += 2) {
-      uint32_t words[4];
-      TileB::load_fragment(words, b, n / 2 * b_stride, step);
-      const uint32_t first[2] = {words[0], words[1]}, second[2] = {words[2], words[3]};
+    for (int step = 0; step < kTogether; ++step)
 #pragma unroll
       for (int m = 0; m < row_tiles; ++m) {
-        arch::mma_m16n8k16<T>(result[m][n], a[m], first);
-        arch::mma_m16n8k16<T>(result[m][n + 1], a[m], second);
+        uint32_t words[4];
+        load_a(words, m, first + step);
+#pragma unroll
+        for (int q = 0; q < 4; ++q) a[step][m][q] = Tf32Pair(words[q]);
+      }
+#pragma unroll
+    for (int n = 0; n < column_tiles; n += 2) {
+      float sums[row_tiles][2][4] = {};
+#pragma unroll
+      for (int step = 0; step < kTogether; ++step) {
+        uint32_t words[4];
+        TileB::load_fragment(words, b, n / 2 * b_stride, first + step);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const Tf32Pair low(words[2 * j]), high(words[2 * j + 1]);
+          const uint32_t kept_b[2] = {low.kept, high.kept}, dropped_b[2] = {low.dropped, high.dropped};
+#pragma unroll
+          for (int m = 0; m < row_tiles; ++m) {
+            const Tf32Pair(&x)[4] = a[step][m];
+            const uint32_t kept_a[4] = {x[0].kept, x[1].kept, x[2].kept, x[3].kept};
+            const uint32_t dropped_a[4] = {x[0].dropped, x[1].dropped, x[2].dropped, x[3].dropped};
+            if (!in_tf32) {
+              arch::mma_m16n8k8_tf32(sums[m][j], dropped_a, kept_b);
+              arch::mma_m16n8k8_tf32(sums[m][j], kept_a, dropped_b);
+            }
+            arch::mma_m16n8k8_tf32(sums[m][j], kept_a, kept_b);
+          }
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < row_tiles; ++m)
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+#pragma unroll
+          for (int q = 0; q < 4; ++q) result[m][n + j][q] += sums[m][j][q];
+    }
+  }
+}
+
+// result += A B. load_a(fragment, m, step) loads this warp's fragment m of A in a step. The warp multiplies every
+// `b_stride`-th fragment of B; this lane begins to read them at `b`. in_tf32: how float32 operands are multiplied.
+template <class TileB, int b_stride = 1, class Address, int row_tiles, int column_tiles, class OperandA>
+DEVICE void multiply(const OperandA& load_a, Address b, float (&result)[row_tiles][column_tiles][4],
+                     bool in_tf32 = false) {
+  using T = typename TileB::Element;
+  if constexpr (sizeof(T) == 4) {
+    multiply_float32<TileB, b_stride>(load_a, b, result, in_tf32);
+  } else {
+#pragma unroll
+    for (int step = 0; step < TileB::kDepth / TileB::kStep; ++step) {
+      uint32_t a[row_tiles][4];
+#pragma unroll
+      for (int m = 0; m < row_tiles; ++m) load_a(a[m], m, step);
+#pragma unroll
+      for (int n = 0; n < column_tiles; n += 2) {
+        uint32_t words[4];
+        TileB::load_fragment(words, b, n / 2 * b_stride, step);
+        const uint32_t first[2] = {words[0], words[1]}, second[2] = {words[2], words[3]};
+#pragma unroll
+        for (int m = 0; m < row_tiles; ++m) {
+          arch::mma_m16n8k16<T>(result[m][n], a[m], first);
+          arch::mma_m16n8k16<T>(result[m][n + 1], a[m], second);
+        }
       }
     }
   }
@@ -83,10 +141,15 @@ template <class T, int row_tiles, int column_tiles>
 struct ResultOperand {
   const float (&result)[row_tiles][column_tiles][4];
   DEVICE void operator()(uint32_t (&fragment)[4], int m, int step) const {
+    if constexpr (sizeof(T) == 4) {  // a lane's columns 2t and 2t + 1 as k = t and t + 4: OrderOfK::kPairs
 #pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      const float* const pair = result[m][2 * step + q / 2] + q % 2 * 2;
-      fragment[q] = arch::pack<T>(pair[0], pair[1]);
+      for (int q = 0; q < 4; ++q) fragment[q] = arch::float_bits(result[m][step][q % 2 * 2 + q / 2]);
+    } else {
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const float* const pair = result[m][2 * step + q / 2] + q % 2 * 2;
+        fragment[q] = arch::pack<T>(pair[0], pair[1]);
+      }
     }
   }
 };

@@ -70,13 +70,15 @@ class WorkspaceTile {
 template <class Tiles, class Tile>
 DEVICE void stage(arch::SharedAddress tile, const typename Tiles::Accumulators& x, float factor) {
   // All addresses are derived from one, by constants, where they are used: there are no registers to keep them.
+  constexpr int kElements = Tile::kElements;
   const int thread = arch::opaque_thread_index();
   const arch::SharedAddress first =
-      tile + Tile::offset(Tiles::row(0, 0, thread), Tiles::first_column(thread) / 8) + thread % 4 * 4;
+      tile + Tile::offset(Tiles::row(0, 0, thread), Tiles::column(thread) / kElements) +
+      thread % 4 * 2 % kElements * int(sizeof(typename Tile::Element));
 #pragma unroll
   for (int n = 0; n < Tiles::kColumnTiles; ++n) {
     constexpr int kLineBytes = Tile::kLineBytes;
-    const int chunk = Tiles::column_step(n) / 8;
+    const int chunk = Tiles::column_step(n) / kElements;
     const arch::SharedAddress to = (first ^ chunk % Tile::kGroup * 16) + chunk / Tile::kGroup * Tile::kGroupBytes;
 #pragma unroll
     for (int m = 0; m < Tiles::kRowTiles; ++m)
@@ -84,7 +86,7 @@ DEVICE void stage(arch::SharedAddress tile, const typename Tiles::Accumulators& 
       for (int half = 0; half < 2; ++half)
         arch::store_shared(
             to + (m * 16 + half * 8) * kLineBytes,
-            arch::pack<typename Tile::Element>(factor * x[m][n][2 * half], factor * x[m][n][2 * half + 1]));
+            arch::pair_of<typename Tile::Element>(factor * x[m][n][2 * half], factor * x[m][n][2 * half + 1]));
   }
 }
 

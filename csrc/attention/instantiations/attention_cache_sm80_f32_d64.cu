@@ -1,0 +1,8 @@
+// Attention over a cache for float32 and head dims up to 64.
+#include "attention/attention_cache_sm80_launch.cuh"
+
+namespace cuda_ext::attention::sm80 {
+
+template struct CacheLauncher<float, 64>;
+
+}  // namespace cuda_ext::attention::sm80
