@@ -225,16 +225,3 @@ def test_one_argument_on_meta_is_refused(call: str) -> None:
             ) as caught:
                 op(**{**given, name: tensor.detach().to("meta")})
             assert f"expected {name} on device" in str(caught.value) or "on device meta to match" in str(caught.value)
-
-
-@pytest.mark.parametrize("call", [call for call in calls() if call not in ("gemm empty", "gemm transposed")])
-def test_float64_has_no_cuda_kernel(call: str) -> None:
-    op, args, kwargs = calls()[call]
-    args, values = (
-        tuple(t.detach().double() if isinstance(t, Tensor) else t for t in group) for group in (args, kwargs.values())
-    )
-    kwargs = dict(zip(kwargs, values, strict=True))
-    name = op._schema.name.removesuffix("_forward")  # the public op's name is the one the caller knows
-    message = f"{name}: expected a dtype of at most 32 bits for the CUDA kernels, got float64; convert"
-    with testing.emulated(), pytest.raises(NotImplementedError, match=message):
-        op(*args, **kwargs)
