@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from cuda_ext._attention_options import Options, VarlenOptions, Window, op_arguments
 from cuda_ext._load import ops
@@ -69,8 +68,10 @@ def flash_attention(
         out[i] = dropout(softmax over the visible j of logits) @ value
 
     Args:
-        query: `(B, Sq, H, D)`, float16 or bfloat16; on the CPU also float32 and float64. On a CUDA device D and Dv must
-            be multiples of 8 up to 256.
+        query: `(B, Sq, H, D)`, float16, bfloat16, float32 or float64. On a CUDA device float32 is multiplied in tf32 or
+            as exactly as float32 is, by `torch.set_float32_matmul_precision`; head dims that are not multiples of 8 are
+            padded, in copies. What has no kernel there is composed of products and elementwise ops, slower, in memory
+            that grows with Sq + Sk: float64, head dims above 256, and backward in float32 above 128.
         key: `(B, Sk, Hk, D)`, dtype and device of `query`. `H` must be a multiple of `Hk` (GQA, MQA): query head `h`
             reads key head `h // (H // Hk)`.
         value: `(B, Sk, Hk, Dv)`; `Dv` may differ from `D`.
@@ -296,22 +297,3 @@ def _jagged_attention(
     if not return_lse:
         return out
     return out, torch.nested.nested_tensor_from_jagged(result[1], offsets, jagged_dim=2, **known)
-
-
-def to_multiples_of_8(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor, float | None]:
-    """`(query, key, value, scale)` for the same attention with head dims that CUDA has; the output gets as many more
-    columns as `value`.
-
-    Zeros at the end of the last dimension change no product, but the default scale, `1 / sqrt(D)`, is that of the given
-    head dim.
-    """
-    dim = query.shape[-1]
-    if dim % 8 == 0 == value.shape[-1] % 8 or key.shape[-1] != dim:  # the op refuses unequal head dims
-        return query, key, value, scale
-    return _padded(query), _padded(key), _padded(value), dim**-0.5 if scale is None else scale
-
-
-def _padded(tensor: Tensor) -> Tensor:
-    return F.pad(tensor, (0, -tensor.shape[-1] % 8))

@@ -103,11 +103,13 @@ def flash_attention_with_kvcache(
     the way (RoPE, Su et al., arXiv 2104.09864): the cache then has rotated keys.
 
     Args:
-        query: `(B, Sq, H, D)`, float16 or bfloat16; on the CPU also float32 and float64.
+        query: `(B, Sq, H, D)`, float16, bfloat16, float32 or float64. On a CUDA device float64 is composed of other
+            ops, as are head dims above 256: these read `cache_seqlens` on the host, so that no graph can capture them.
+            There a cache of float64 is not appended to.
         key_cache: `(Bc, Sc, Hk, D)`, or with `block_table` pages, `(pages, page_size, Hk, D)`. `H` must be a multiple
             of `Hk`. It is read and written in place, with any strides whose last is 1 (so `(B, Hk, Sc, D)` works
-            transposed); on a CUDA device rows must be aligned to 16 bytes. Pages of any size work; multiples of 16
-            are fastest.
+            transposed); on a CUDA device rows that are aligned to 16 bytes are fastest. Pages of any size work;
+            multiples of 16 are fastest.
         value_cache: the same with `Dv`.
         key: `(B, Sn, Hk, D)`, the new keys; `Sn` may differ from `Sq`. None: nothing is appended.
         value: `(B, Sn, Hk, Dv)`.

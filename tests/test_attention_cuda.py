@@ -20,8 +20,10 @@ pytestmark = pytest.mark.every_backend
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
-# Beyond the rule: both sides may get a value without error where the other rounds once.
+# Beyond the rule: both sides may get a value without error where the other rounds once. An lse, which is always float32,
+# may be 8, and then a rounding is that of 8; with 16 bits that does not count.
 ATOL = 2.0
+ATOL_FLOAT32 = 8.0
 
 
 def qkv(batch: int, sq: int, sk: int, heads: int, heads_kv: int, dim: int, dim_v: int, dtype: torch.dtype) -> Any:
@@ -43,6 +45,7 @@ def check(tensors: dict[str, Tensor], *, packed: bool = False, **options: Any) -
         seed, offset = drawn.tolist()
         reference_options = {"seed": seed % 2**64, "offset": offset % 2**64}
     eps = torch.finfo(tensors["value"].dtype).eps
+    atol = ATOL_FLOAT32 if tensors["value"].dtype == torch.float32 else ATOL
     # The gradient of a sink is a sum over all rows' products of output and its gradient, of outputs that were rounded:
     # independent errors, of which a sink's weight, about a tenth, counts.
     rounded = tensors["value"].shape[-1] * math.prod(tensors["query"].shape[:-2])
@@ -60,12 +63,12 @@ def check(tensors: dict[str, Tensor], *, packed: bool = False, **options: Any) -
         {"return_lse": True, **options},
         reference_options=reference_options,
         gradient_factor=3.0,
-        atol=ATOL * eps,
+        atol=atol * eps,
         gradient_atol={
-            "sinks": eps * max(ATOL, 0.1 * math.sqrt(rounded)),
-            "attn_bias": eps * max(ATOL, of_logits),
-            "query": ATOL * eps * steepness,
-            "key": ATOL * eps * steepness,
+            "sinks": eps * max(atol, 0.1 * math.sqrt(rounded)),
+            "attn_bias": eps * max(atol, of_logits),
+            "query": atol * eps * steepness,
+            "key": atol * eps * steepness,
         },
     )
 

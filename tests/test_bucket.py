@@ -16,7 +16,6 @@ from torch.library import opcheck
 
 from cuda_ext import bucket as bucket_ops
 from cuda_ext._load import ops
-from cuda_ext.testing import emulated
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # 16384 elements are a block of work; 0 and 1 and primes are what goes wrong.

@@ -3,6 +3,7 @@ compute against the reference."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import sys
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 import cuda_ext
+from cuda_ext import testing
 from cuda_ext.compat import _flash_attn_call, flash_attn_interface
 from cuda_ext.compat import flash_attn as flash_attn_2
 from cuda_ext.compat.flash_attn import bert_padding
@@ -427,6 +429,27 @@ def test_compiles_without_a_graph_break() -> None:
 # Refusals
 
 
+@pytest.mark.parametrize("emulates", [False, True])
+def test_qv_of_multi_head_latent_attention(emulates: bool) -> None:
+    """DeepSeek's heads: a latent of 512, which is also the value, and 64 rotated elements of the key."""
+    q, k = torch.randn(1, 3, 4, 64, requires_grad=True), torch.randn(1, 9, 1, 64, requires_grad=True)
+    qv, v = torch.randn(1, 3, 4, 512, requires_grad=True), torch.randn(1, 9, 1, 512, requires_grad=True)
+    with testing.emulated() if emulates else contextlib.nullcontext():
+        out = flash_attn_interface.flash_attn_func(q, k, v, causal=True, qv=qv)
+        grads = torch.autograd.grad(out.sum(), (q, k, v, qv))
+        cached = flash_attn_interface.flash_attn_with_kvcache(q, k, v, cache_seqlens=9, causal=True, qv=qv)
+        flat = [each[0] for each in (q, k, v)]
+        lengths = cumulative(3), cumulative(9), 3, 9
+        packed = flash_attn_interface.flash_attn_varlen_func(*flat, *lengths, causal=True, qv=qv[0])
+    logits = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1) + qv.transpose(1, 2) @ v.permute(0, 2, 3, 1)) / 576**0.5
+    hidden = torch.arange(9) > torch.arange(3)[:, None] + 6
+    expected = (logits.masked_fill(hidden, -torch.inf).softmax(-1) @ v.transpose(1, 2)).transpose(1, 2)
+    for got in (out, cached, packed[None]):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    for ours, theirs in zip(grads, torch.autograd.grad(expected.sum(), (q, k, v, qv)), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
 def refusals() -> list[Any]:
     q, flat, cu = torch.ones(1, 4, 2, 8), torch.ones(4, 2, 8), cumulative(4)
     sequences = (cu, cu, 4, 4)
@@ -449,8 +472,24 @@ def refusals() -> list[Any]:
             {"cu_seqlens_k_new": cu},
         ),
     ]
+    cases += [
+        (
+            NotImplementedError,
+            "flash_attn_interface.flash_attn_with_kvcache: expected k to be None with qv, got a tensor of shape (1, 4, "
+            "2, 8); write the new keys and values into the cache yourself",
+            three.flash_attn_with_kvcache,
+            (q, q, q, q, q),
+            {"qv": q, "cache_seqlens": 0},
+        ),
+        (
+            RuntimeError,
+            "flash_attn_interface.flash_attn_func: expected qv of shape (1, 4, 2, 8) to match q and v, got (4, 2, 8)",
+            three.flash_attn_func,
+            (q, q, q),
+            {"qv": flat},
+        ),
+    ]
     for name, value, words in [
-        ("qv", q, "expected qv to be None, got a tensor of shape (1, 4, 2, 8); pass torch.cat([q, qv], -1) as q"),
         ("q_descale", cu, "expected q_descale to be None, because float8 is not supported, got a tensor of shape (2,)"),
         ("k_descale", cu, "expected k_descale to be None, because float8 is not supported, got a tensor of shape (2,)"),
         ("v_descale", cu, "; scale v itself and convert it"),

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from cuda_ext import testing
 from cuda_ext._gemm import gemm, linear
 from cuda_ext._load import ops
 from cuda_ext._toolchain import NAMESPACE

@@ -98,18 +98,6 @@ def test_layout_costs_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [True] * 6
 
 
-@pytest.mark.parametrize("dims", [(12, 20), (16, 4)])
-def test_head_sizes_that_cuda_lacks(dims: tuple[int, int]) -> None:
-    from cuda_ext.attention import to_multiples_of_8
-
-    query, key = torch.randn(2, 1, 2, 5, dims[0], dtype=torch.float64)
-    value = torch.randn(1, 2, 5, dims[1], dtype=torch.float64)
-    *padded, scale = to_multiples_of_8(query, key, value, None)
-    assert all(t.shape[-1] % 8 == 0 for t in padded)
-    got = flash_attention(*(t.transpose(1, 2) for t in padded), scale=scale)[..., : dims[1]]
-    torch.testing.assert_close(got, flash_attention(*(t.transpose(1, 2) for t in (query, key, value))))
-
-
 def test_calls_count_threads_together() -> None:
     from concurrent.futures import ThreadPoolExecutor
 

@@ -137,8 +137,8 @@ DEVICE float unpack_high(uint32_t packed) {
 
 // Adjacent elements in memory, of two or four bytes each.
 template <class T, int count>
-DEVICE Words<count * int(sizeof(T)) / 4> words_of(const float (&x)[count]) {
-  Words<count * int(sizeof(T)) / 4> words;
+DEVICE Words<count* int(sizeof(T)) / 4> words_of(const float (&x)[count]) {
+  Words<count* int(sizeof(T)) / 4> words;
   if constexpr (sizeof(T) == 4) {
 #pragma unroll
     for (int i = 0; i < count; ++i) words.data[i] = float_bits(x[i]);

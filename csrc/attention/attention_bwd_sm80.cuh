@@ -211,7 +211,8 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
       multiply<typename Kernel::TileDOOfDV, kSplit>(
           rows_of<Scores, typename Kernel::TileScores>(base, offsetof(Storage, probs)), lane_do, grad_value, p.in_tf32);
       multiply<typename Kernel::TileQOfDK, kSplit>(
-          rows_of<Scores, typename Kernel::TileScores>(base, offsetof(Storage, grad_scores)), lane_q, grad_key, p.in_tf32);
+          rows_of<Scores, typename Kernel::TileScores>(base, offsetof(Storage, grad_scores)), lane_q, grad_key,
+          p.in_tf32);
       arch::sync_threads();  // queries and output gradients have been read
       if (more) copy_grad_out(load_struct(shared.task.steps).next(tile));
     }

@@ -151,6 +151,19 @@ DEVICE void copy_cached(arch::SharedAddress to, const HeadsView& view, int head,
     copy_cached<Kernel, Tile, 2>(to, view, head, rows, count, int(width));
 }
 
+// Starts copying tile `tile` of keys and values.
+template <class Kernel>
+DEVICE void copy_tile(const CachedAttentionParams& p, typename Kernel::Storage& shared, int tile) {
+  const int head = load_struct(shared.task.position).head_kv;
+  const int left = load_struct(shared.task.keys).visible.k_len - tile * Kernel::kBlockN;
+  typename Kernel::Stage& stage = shared.stages[tile % 2];
+  const CacheRow* const rows = shared.rows[tile % 2];
+  copy_cached<Kernel, typename Kernel::TileK>(arch::shared_address(stage.k), p.key, head, rows, left, p.key_width,
+                                              p.key_alignment);
+  copy_cached<Kernel, typename Kernel::TileV>(arch::shared_address(stage.v), p.value, head, rows, left, p.value_width,
+                                              p.value_alignment);
+}
+
 // Puts what the warps have of their rows into shared memory: sums, and the shares of the output.
 template <class Kernel>
 DEVICE void stage_parts(typename Kernel::Storage& shared, const OnlineSoftmax<1>& softmax, const RowSums<1>& sums,
@@ -240,15 +253,6 @@ DEVICE void attend_cached(const CachedAttentionParams& p, const CachePlan& plan,
   OnlineSoftmax<1> softmax;
   RowSums<1> sums;
   const int begin = load_struct(shared.task.keys).begin, end = load_struct(shared.task.end).tile;
-  const auto copy_tile = [&](int tile) {
-    const int head = load_struct(shared.task.position).head_kv;
-    const int left = load_struct(shared.task.keys).visible.k_len - tile * kBlockN;
-    typename Kernel::Stage& stage = shared.stages[tile % 2];
-    const CacheRow* const rows = shared.rows[tile % 2];
-    copy_cached<Kernel, TileK>(arch::shared_address(stage.k), p.key, head, rows, left, p.key_width, p.key_alignment);
-    copy_cached<Kernel, typename Kernel::TileV>(arch::shared_address(stage.v), p.value, head, rows, left,
-                                                p.value_width, p.value_alignment);
-  };
   {
     const TileRows rows = load_struct(shared.task.rows);
     const TilePosition position = load_struct(shared.task.position);
@@ -260,7 +264,7 @@ DEVICE void attend_cached(const CachedAttentionParams& p, const CachePlan& plan,
           arch::shared_address(shared.q), rows.count - rows.first, int(p.dim),
           [&](int i) { return row_of<const T>(p.query, position.batch, rows.query(i), rows.head(i)); });
       arch::sync_threads();  // the rows of both tiles are known
-      copy_tile(begin);
+      copy_tile<Kernel>(p, shared, begin);
     }
     arch::cp_async_commit();
   }
@@ -270,14 +274,15 @@ DEVICE void attend_cached(const CachedAttentionParams& p, const CachePlan& plan,
     arch::cp_async_wait<0>();
     arch::sync_threads();  // the tile has arrived, the one before has been read, the rows of the next are known
     // The next tile arrives while this one is multiplied.
-    if (tile + 1 < end) copy_tile(tile + 1);
+    if (tile + 1 < end) copy_tile<Kernel>(p, shared, tile + 1);
     arch::cp_async_commit();
     const int stage = offsetof(Storage, stages) + tile % 2 * int(sizeof(typename Kernel::Stage));
 
     // S = Q K^T, each warp for its part of the keys.
     typename LogitTiles::Accumulators logits = {};
     multiply<TileK>(rows_of<LogitTiles, TileQ>(base, offsetof(Storage, q)),
-                    columns_of<LogitTiles, TileK>(base + stage, offsetof(typename Kernel::Stage, k)), logits, p.in_tf32);
+                    columns_of<LogitTiles, TileK>(base + stage, offsetof(typename Kernel::Stage, k)), logits,
+                    p.in_tf32);
     const TileRows rows = load_struct(shared.task.rows);
     const Visibility visible = load_struct(shared.task.keys).visible;
     const int first_key = tile * kBlockN;

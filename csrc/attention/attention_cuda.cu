@@ -54,8 +54,12 @@ void launch(const Params& params, const AllocateWorkspace& allocate, void* strea
 Tail tail_of(const AttentionParams& p, HeadsView to, int64_t width, bool of_queries, float* lse = nullptr) {
   const int64_t halves = size_of(p.dtype) / 2;  // of an element
   to.seq_stride *= halves, to.head_stride *= halves;
-  return {to, (of_queries ? p.cu_seqlens_q : p.cu_seqlens_k) + p.batch, of_queries ? p.total_q : p.total_k,
-          int(of_queries ? p.heads : p.heads_kv), int(width * halves), lse};
+  return {to,
+          (of_queries ? p.cu_seqlens_q : p.cu_seqlens_k) + p.batch,
+          of_queries ? p.total_q : p.total_k,
+          int(of_queries ? p.heads : p.heads_kv),
+          int(width * halves),
+          lse};
 }
 Tail queries_tail(const AttentionParams& p, const HeadsView& to, int64_t width, float* lse = nullptr) {
   return tail_of(p, to, width, true, lse);

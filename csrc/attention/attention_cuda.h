@@ -12,7 +12,8 @@ namespace cuda_ext {
 
 // Whether there are kernels for a dtype and head dims; those of other than multiples of 8 are padded.
 inline bool attention_cuda_runs(Dtype dtype, int64_t dim, int64_t dim_v, bool backward) {
-  const int most = dtype == Dtype::kFloat32 && backward ? attention::kMaxFloat32BackwardHeadDim : attention::kMaxHeadDim;
+  const int most =
+      dtype == Dtype::kFloat32 && backward ? attention::kMaxFloat32BackwardHeadDim : attention::kMaxHeadDim;
   return dtype != Dtype::kFloat64 && dim <= most && dim_v <= most;
 }
 

@@ -202,7 +202,8 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
     const int row = OutTiles::first_row() + index / TileOut::kChunks, chunk = index % TileOut::kChunks;
     if (rows.first + row >= rows.count || chunk * TileOut::kElements >= p.dim_v) continue;
     T* const to = row_of<T>(p.out, position.batch, position.q_begin + rows.query(row), rows.head(row));
-    arch::store_global(to + chunk * TileOut::kElements, arch::load_shared<arch::Words4>(staged + TileOut::offset(row, chunk)));
+    arch::store_global(to + chunk * TileOut::kElements,
+                       arch::load_shared<arch::Words4>(staged + TileOut::offset(row, chunk)));
   }
 }
 

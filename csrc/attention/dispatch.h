@@ -47,9 +47,9 @@ auto with_kernel(const char* op, const AttentionParams& p, const F& f) {
   const bool is_float32 = p.dtype == Dtype::kFloat32;
   const int most = is_float32 ? float32_dims[std::size(float32_dims) - 1].dim : kMaxHeadDim;
   if (p.dim > most || p.dim_v > most || p.dim % 8 != 0 || p.dim_v % 8 != 0 || p.dtype == Dtype::kFloat64)
-    throw std::invalid_argument(std::string(op) + ": expected at most 32 bits and head dims that are multiples of 8 up to " +
-                                std::to_string(most) + ", got " + std::to_string(p.dim) + " and " +
-                                std::to_string(p.dim_v));
+    throw std::invalid_argument(
+        std::string(op) + ": expected at most 32 bits and head dims that are multiples of 8 up to " +
+        std::to_string(most) + ", got " + std::to_string(p.dim) + " and " + std::to_string(p.dim_v));
   if constexpr (float32_dims[0].dim > 0)
     if (is_float32) return with_head_dim<Op, float, float32_dims>(op, p, f);
   if (p.dtype == Dtype::kFloat16) return with_head_dim<Op, half_t, dims>(op, p, f);

@@ -151,7 +151,7 @@ struct ForwardTileSm90 {
 template <class T, int dim>
 struct ForwardTile {
   static AttentionChoice choose(const AttentionParams& p, const rt::Device& device) {
-    constexpr const attention::sm80::ForwardConfig& config = 
+    constexpr const attention::sm80::ForwardConfig& config =
         attention::tile_of(attention::sm80::kForwardTilesOf<T>, dim);
     const attention::ForwardPlan plan = attention::sm80::plan_forward(p, config, device);
     return attention::sm80::with_forward<T, dim>(p, plan, [&]<class Kernel>(Kernel) {
@@ -212,11 +212,11 @@ AttentionChoice attention_choice(bool backward, const std::string& dtype, std::p
                           simt::Options{.compute_capability = compute_capability}.shared_bytes()};
   const auto choose = [&](auto tile) { return tile.choose(p, device); };
   if (!backward && attention::sm90::forward_refusal(p, device).empty())
-    return attention::with_kernel<ForwardTileSm90, attention::kHeadDims, attention::kNoHeadDims>(
-        "attention_fwd_sm90", p, choose);
+    return attention::with_kernel<ForwardTileSm90, attention::kHeadDims, attention::kNoHeadDims>("attention_fwd_sm90",
+                                                                                                 p, choose);
   if (backward && attention::sm90::backward_refusal(p, device).empty())
-    return attention::with_kernel<BackwardTileSm90, attention::kHeadDims, attention::kNoHeadDims>(
-        "attention_bwd_sm90", p, choose);
+    return attention::with_kernel<BackwardTileSm90, attention::kHeadDims, attention::kNoHeadDims>("attention_bwd_sm90",
+                                                                                                  p, choose);
   return backward ? attention::with_kernel<BackwardTile, attention::kHeadDims, attention::kFloat32BackwardHeadDims>(
                         "attention_bwd_sm80", p, choose)
                   : attention::with_kernel<ForwardTile, attention::kHeadDims, attention::kFloat32HeadDims>(

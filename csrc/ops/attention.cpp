@@ -86,8 +86,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, 
     if (!attention_cuda_runs(to_dtype(query.scalar_type()), shape.dim, shape.dim_v, /*backward=*/false))
       return composed_forward(query, key, value, o);
     if (is_padded(shape)) {
-      auto [out, lse, rng_state] =
-          forward(op, padded(query), padded(key), padded(value), padded_options(o, shape));
+      auto [out, lse, rng_state] = forward(op, padded(query), padded(key), padded(value), padded_options(o, shape));
       return {unpadded(out, shape.dim_v), std::move(lse), std::move(rng_state)};
     }
   }
@@ -143,8 +142,8 @@ Gradients composed_backward(const Tensor& grad_out, const OptionalTensor& grad_l
                             const Tensor& key, const Tensor& value, const OptionalTensor& rng_state,
                             bool needs_grad_bias, const Options& o) {
   const c10::DeviceGuard guard(query.device());
-  AttentionGradients g = composed_attention_backward(grad_out, value_or_empty(grad_lse), query, key, value,
-                                                     value_or_empty(rng_state), o);
+  AttentionGradients g =
+      composed_attention_backward(grad_out, value_or_empty(grad_lse), query, key, value, value_or_empty(rng_state), o);
   const Tensor none = empty_on(query.device(), {0}, accumulation_type(query.scalar_type()));
   return {g.query.contiguous(), g.key.contiguous(), g.value.contiguous(), g.sinks.defined() ? g.sinks : none,
           needs_grad_bias ? g.bias.contiguous() : none};

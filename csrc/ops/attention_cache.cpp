@@ -271,8 +271,10 @@ std::tuple<Tensor, Tensor> composed_cached(const char* op, const Tensor& query, 
                  dtype_name(query.scalar_type()), " and ", shape.dim, " and ", shape.dim_v,
                  ": others are composed of ops that read lengths on the host");
   const c10::DeviceGuard guard(query.device());
-  const std::vector<int64_t> lengths = values_of(a.seqlens), rows = values_of(a.batch_idx), begins = values_of(a.leftpad);
-  std::vector<Tensor> outs{empty_on(query.device(), {0, shape.seqlen_q, shape.heads, shape.dim_v}, query.scalar_type())};
+  const std::vector<int64_t> lengths = values_of(a.seqlens), rows = values_of(a.batch_idx),
+                             begins = values_of(a.leftpad);
+  std::vector<Tensor> outs{
+      empty_on(query.device(), {0, shape.seqlen_q, shape.heads, shape.dim_v}, query.scalar_type())};
   std::vector<Tensor> lses{
       empty_on(query.device(), {0, shape.heads, shape.seqlen_q}, accumulation_type(query.scalar_type()))};
   for (int64_t b = 0; b < shape.batch; ++b) {

@@ -274,8 +274,8 @@ Tensor bias_from_parts(const std::vector<Tensor>& parts, const Tensor& bias) {
   const Tensor stacked = at::stack(padded);
   return bias.dim() == 4 && bias.size(0) != 1 ? stacked : stacked.sum(0).reshape(bias.sizes());
 }
-Dense prepare(const Segment& s, const Tensor& query, const Tensor& key, const Tensor& value,
-              const DropoutRows& dropout, const AttentionOptions& o) {
+Dense prepare(const Segment& s, const Tensor& query, const Tensor& key, const Tensor& value, const DropoutRows& dropout,
+              const AttentionOptions& o) {
   Dense d = prepare(rows_of(query, s.first_q, s.rows), rows_of(key, s.first_k, s.keys),
                     rows_of(value, s.first_k, s.keys), slopes_of(o, s.index), dropout, o);
   d.bias = part_of(d.bias, s);

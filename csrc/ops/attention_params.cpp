@@ -56,7 +56,7 @@ void set_bias_and_mask(AttentionParams& p, AttentionOperands& operands, at::Scal
   }
   if (operands.bias.defined()) {
     const auto bias_type = operands.bias.scalar_type();
-    p.bias_kind = bias_type == at::kBool                    ? BiasKind::kBoolean
+    p.bias_kind = bias_type == at::kBool                 ? BiasKind::kBoolean
                   : bias_type == accumulation_type(type) ? BiasKind::kAccumulation
                                                          : BiasKind::kStorage;
     p.bias = operands.bias.const_data_ptr();

@@ -27,8 +27,7 @@ at::ScalarType type_of(Dtype dtype) {
 
 Tensor view(const void* data, const Numbers& sizes, const Numbers& strides, Dtype dtype, at::Device device) {
   const auto options = at::TensorOptions(device).dtype(type_of(dtype));
-  return data == nullptr ? at::zeros(sizes, options)
-                         : at::from_blob(const_cast<void*>(data), sizes, strides, options);
+  return data == nullptr ? at::zeros(sizes, options) : at::from_blob(const_cast<void*>(data), sizes, strides, options);
 }
 
 // Views of the matrices of a product, as tensors (batch, ..., rows, columns).
@@ -70,7 +69,8 @@ class Matrices {
 // Views of a bucket and of its tensors, and the statistics of what is stored.
 class Bucket {
  public:
-  Bucket(const BucketParams& params, at::Device device, const Tensor& stats) : p_(params), device_(device), stats_(stats) {
+  Bucket(const BucketParams& params, at::Device device, const Tensor& stats)
+      : p_(params), device_(device), stats_(stats) {
     if (stats_.numel() > 0) stats_.zero_();
   }
 

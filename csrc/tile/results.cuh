@@ -72,9 +72,8 @@ DEVICE void stage(arch::SharedAddress tile, const typename Tiles::Accumulators& 
   // All addresses are derived from one, by constants, where they are used: there are no registers to keep them.
   constexpr int kElements = Tile::kElements;
   const int thread = arch::opaque_thread_index();
-  const arch::SharedAddress first =
-      tile + Tile::offset(Tiles::row(0, 0, thread), Tiles::column(thread) / kElements) +
-      thread % 4 * 2 % kElements * int(sizeof(typename Tile::Element));
+  const arch::SharedAddress first = tile + Tile::offset(Tiles::row(0, 0, thread), Tiles::column(thread) / kElements) +
+                                    thread % 4 * 2 % kElements * int(sizeof(typename Tile::Element));
 #pragma unroll
   for (int n = 0; n < Tiles::kColumnTiles; ++n) {
     constexpr int kLineBytes = Tile::kLineBytes;

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from cuda_ext.attention import attention_op, flash_attention, flash_attention_varlen, to_multiples_of_8
+from cuda_ext.attention import attention_op, flash_attention, flash_attention_varlen
 
 
 def attend(
@@ -31,20 +31,14 @@ def attend(
         options["window"] = window_of(function, window_size)
     if deterministic:  # False is flash-attn's default, so torch.use_deterministic_algorithms decides.
         options["deterministic"] = True
-    dim_v = v.shape[-1]
-    is_padded = bool(dim_v % 8 or q.shape[-1] % 8)
-    if is_padded:
-        q, k, v, softmax_scale = to_multiples_of_8(q, k, v, softmax_scale)
     if softmax_scale is not None:
         options["scale"] = softmax_scale
     if sequences is not None:
         *cu_seqlens, options["max_seqlen_q"], options["max_seqlen_k"] = sequences
-        out, lse = flash_attention_varlen(q, k, v, *cu_seqlens, causal=causal, return_lse=True, **options)
-    elif options:
-        out, lse = flash_attention(q, k, v, causal=causal, return_lse=True, **options)
-    else:
-        out, lse = attention_op(q, k, v, causal=causal)
-    return (out[..., :dim_v] if is_padded else out), lse
+        return flash_attention_varlen(q, k, v, *cu_seqlens, causal=causal, return_lse=True, **options)
+    if options:
+        return flash_attention(q, k, v, causal=causal, return_lse=True, **options)
+    return attention_op(q, k, v, causal=causal)
 
 
 def window_of(function: str, window_size: tuple[int, int]) -> tuple[int | None, int | None] | None:

@@ -6,11 +6,13 @@ defaults of the arguments are those of `hopper/flash_attn_interface.py` since 20
 
 Differences from FlashAttention-3:
 
-- They also run on the CPU, where float32 and float64 work too; `v` may have any head dim; dimensions may be 0.
+- They also run on the CPU, and in float32 and float64; head dims may be any; dimensions may be 0.
 - `softmax_lse` is differentiable; FlashAttention-3 ignores its gradient.
 - `num_splits`, `pack_gqa` and `sm_margin` tune the speed of FlashAttention-3's kernels and have no effect here.
-- `qv`, `q_descale`, `k_descale`, `v_descale` and `attention_chunk` would change the result; values other than their
-  defaults raise NotImplementedError.
+- `q_descale`, `k_descale`, `v_descale` and `attention_chunk` would change the result; values other than their defaults
+  raise NotImplementedError.
+- `qv` works on every device and with gradients; keys and values are concatenated, in a copy. Not with new keys for a
+  cache.
 - `flash_attn_with_kvcache` takes no packed new keys, and its `softmax_lse` is all that it returns besides `out`.
 - Rows of the output that `seqused_q` excludes are zeros; FlashAttention-3 does not write them.
 - `deterministic=False` follows `torch.use_deterministic_algorithms`.
@@ -62,13 +64,14 @@ def flash_attn_func(
     """Multi-head attention over `(batch, seqlen, heads, dim)` tensors; see `cuda_ext.flash_attention` for the formula.
 
     Args:
-        q: `(B, Sq, H, D)`, float16 or bfloat16; on the CPU also float32 and float64. A head dim that is not a multiple
-            of 8 is padded with zeros, in a copy; otherwise any strides with a dense last dimension are read in place.
+        q: `(B, Sq, H, D)`, float16, bfloat16, float32 or float64, any strides.
         k: `(B, Sk, Hk, D)`; `H` must be a multiple of `Hk`.
         v: `(B, Sk, Hk, Dv)`; `Dv` may differ from `D`.
-        softmax_scale: default `1 / sqrt(D)`.
+        softmax_scale: default `1 / sqrt(D)`, with `qv` `1 / sqrt(D + Dv)`.
         causal: hide the keys to the right of the diagonal, which is aligned bottom-right.
-        qv, q_descale, k_descale, v_descale: must be None.
+        qv: `(B, Sq, H, Dv)`, added to the logits before the scale as `qv[i] . v[j]` (DeepSeek's MLA, where `v` is the
+            latent and `q`, `k` are what is rotated).
+        q_descale, k_descale, v_descale: must be None.
         window_size: `(left, right)`, the number of keys that stay visible on each side of the diagonal; -1 is
             unbounded. With `causal`, right counts as 0.
         attention_chunk: must be 0.
@@ -82,7 +85,8 @@ def flash_attn_func(
         gives zeros.
     """
     function = "flash_attn_interface.flash_attn_func"
-    _refuse_unsupported(function, qv, q_descale, k_descale, v_descale, attention_chunk)
+    _refuse_unsupported(function, q_descale, k_descale, v_descale, attention_chunk)
+    q, k = _with_qv(function, q, k, v, qv)
     result = attend(
         function,
         *(q, k, v),
@@ -113,7 +117,7 @@ def flash_attn_qkvpacked_func(
     """`flash_attn_func` of the query, the key and the value in `qkv`, which is read in place: `(B, S, 3, H, D)` or,
     with `num_heads_q`, `(B, S, H + 2 Hk, D)`, where the first `H = num_heads_q` heads are the query's."""
     function = "flash_attn_interface.flash_attn_qkvpacked_func"
-    _refuse_unsupported(function, None, q_descale, k_descale, v_descale, attention_chunk)
+    _refuse_unsupported(function, q_descale, k_descale, v_descale, attention_chunk)
     if qkv.dim() == 4:
         q, k, v = _split_heads(function, qkv, num_heads_q)
     else:
@@ -176,7 +180,8 @@ def flash_attn_varlen_func(
         `out`, `(total_q, H, Dv)`; `softmax_lse`, `(H, total_q)`.
     """
     function = "flash_attn_interface.flash_attn_varlen_func"
-    _refuse_unsupported(function, qv, q_descale, k_descale, v_descale, attention_chunk)
+    _refuse_unsupported(function, q_descale, k_descale, v_descale, attention_chunk)
+    q, k = _with_qv(function, q, k, v, qv)
     if seqused_q is not None or seqused_k is not None:
         used_q = _end_of_used(function, "q", seqused_q, cu_seqlens_q)
         used_k = _end_of_used(function, "k", seqused_k, cu_seqlens_k)
@@ -234,7 +239,8 @@ def flash_attn_with_kvcache(
         q: `(B, Sq, H, D)`; with `cu_seqlens_q` and `max_seqlen_q` packed, `(total_q, H, D)`, without `k`.
         page_table: `(B, n)`, int32: the caches are pages.
         rotary_seqlens: `(B,)`, int32: the position of the first new key and query, instead of `cache_seqlens`.
-        qv, q_descale, k_descale, v_descale, cu_seqlens_k_new: must be None; attention_chunk: must be 0.
+        qv: as in `flash_attn_func`, without `k`; the caches are concatenated, in a copy.
+        q_descale, k_descale, v_descale, cu_seqlens_k_new: must be None; attention_chunk: must be 0.
         scheduler_metadata, pack_gqa, sm_margin: no effect.
 
     Returns:
@@ -242,7 +248,11 @@ def flash_attn_with_kvcache(
         keys. For packed queries `(total_q, H, Dv)` and `(H, total_q)`.
     """
     function = "flash_attn_interface.flash_attn_with_kvcache"
-    _refuse_unsupported(function, qv, q_descale, k_descale, v_descale, attention_chunk)
+    _refuse_unsupported(function, q_descale, k_descale, v_descale, attention_chunk)
+    if qv is not None and k is not None:
+        instead = "write the new keys and values into the cache yourself, and pass the new cache_seqlens"
+        refuse(function, "k", k, expected="None with qv", instead=instead)
+    q, k_cache = _with_qv(function, q, k_cache, v_cache, qv)
     if cu_seqlens_k_new is not None:
         instead = "write packed keys into the cache yourself, and pass k=None and the new cache_seqlens"
         refuse(function, "cu_seqlens_k_new", cu_seqlens_k_new, expected="None", instead=instead)
@@ -298,17 +308,25 @@ def flash_attn_combine(
     return out.copy_(combined), lse
 
 
+def _with_qv(function: str, q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Queries and keys whose products are `q . k + qv . v`."""
+    if qv is None:
+        return q, k
+    if qv.shape != (*q.shape[:-1], v.shape[-1]):
+        raise RuntimeError(
+            f"cuda_ext.compat.{function}: expected qv of shape {(*q.shape[:-1], v.shape[-1])} to match q and v, got "
+            f"{tuple(qv.shape)}"
+        )
+    return torch.cat([q, qv], -1), torch.cat([k, v], -1)
+
+
 def _refuse_unsupported(
     function: str,
-    qv: Tensor | None,
     q_descale: Tensor | None,
     k_descale: Tensor | None,
     v_descale: Tensor | None,
     attention_chunk: int,
 ) -> None:
-    if qv is not None:
-        instead = "pass torch.cat([q, qv], -1) as q and torch.cat([k, v], -1) as k, which gives the same logits"
-        refuse(function, "qv", qv, expected="None", instead=instead)
     for name, scale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
         if scale is not None:
             instead = f"scale {name[0]} itself and convert it to bfloat16 or float16"

@@ -2,8 +2,8 @@
 
 Differences from flash-attn 2.8:
 
-- They also run on the CPU, where float32 and float64 work too; `v` may have a different head dim than `q` and `k`;
-  softcap and dropout can be combined; dimensions may be 0.
+- They also run on the CPU, and in float32 and float64; head dims may be any, that of `v` another than that of `q` and
+  `k`; softcap and dropout can be combined; dimensions may be 0.
 - `softmax_lse` is differentiable; flash-attn ignores its gradient. It is `-inf` for a row with no visible key,
   flash-attn's is `+inf`. With ALiBi, `causal` and no window, flash-attn omits the part that is constant in a row, so
   its lse is ours plus `slope * (i + Sk - Sq)`.
@@ -12,8 +12,8 @@ Differences from flash-attn 2.8:
   keys, its first rows then see keys outside the window.
 - The dropout mask is that of `cuda_ext.flash_attention`.
 - `deterministic=False` follows `torch.use_deterministic_algorithms`.
-- `flash_attn_with_kvcache` takes pages of any size and never waits for the device; on a CUDA device it wants head dims
-  that are multiples of 8. Rows without keys have an lse of `+inf` there, as in flash-attn.
+- `flash_attn_with_kvcache` takes pages of any size and never waits for the device. Rows without keys have an lse of
+  `+inf` there, as in flash-attn.
 - A packed tensor is read in place, but its gradient is stacked from its parts, a copy that flash-attn avoids.
 
 All raise RuntimeError for wrong arguments and NotImplementedError for unsupported ones. Errors of the op call `q`, `k`,
@@ -56,8 +56,7 @@ def flash_attn_func(
     """Multi-head attention over `(batch, seqlen, heads, dim)` tensors; see `cuda_ext.flash_attention` for the formula.
 
     Args:
-        q: `(B, Sq, H, D)`, float16 or bfloat16; on the CPU also float32 and float64. A head dim that is not a multiple
-            of 8 is padded with zeros, in a copy; otherwise any strides with a dense last dimension are read in place.
+        q: `(B, Sq, H, D)`, float16, bfloat16, float32 or float64, any strides.
         k: `(B, Sk, Hk, D)`; `H` must be a multiple of `Hk`.
         v: `(B, Sk, Hk, Dv)`.
         dropout_p: in [0, 1); 0 for evaluation.

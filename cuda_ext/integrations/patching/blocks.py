@@ -70,7 +70,7 @@ def _does_nothing(block: nn.Module, path: tuple[str, ...]) -> bool:
 def _applies(block: nn.Module, fusion: Fusion, x: Any) -> bool:
     if type(x) not in _PLAIN or x.dtype not in _DTYPES or not can_run():
         return False
-    if not ((x.is_cuda and x.dtype != torch.float64) or x.is_cpu or x.is_meta):
+    if not (x.is_cuda or x.is_cpu or x.is_meta):
         return False
     if fusion.device is not None and not (x.device.type == fusion.device and _all_have(block, "device", x.device)):
         return False
@@ -144,6 +144,6 @@ def activated(layer: nn.Module, activation: nn.Module, x: Any) -> Tensor:
     name = activation_of(activation)
     if name is not None and type(x) in _PLAIN and x.dtype in _DTYPES and can_run() and is_plain(activation):
         weights = _weights(layer, x)
-        if weights is not None and ((x.is_cuda and x.dtype != torch.float64) or x.is_cpu or x.is_meta):
+        if weights is not None and (x.is_cuda or x.is_cpu or x.is_meta):
             return linear(x, *weights, activation=name)
     return activation(layer(x))

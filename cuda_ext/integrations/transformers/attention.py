@@ -13,7 +13,6 @@ from cuda_ext.attention import (
     flash_attention_varlen,
     heads_first_op,
     mapped_where_masks_differ,
-    to_multiples_of_8,
 )
 from cuda_ext.integrations.transformers.masks import Offsets, Pattern, visible_of
 from cuda_ext.integrations.transformers.names import NAME, counter
@@ -87,7 +86,7 @@ def attention_forward(
     if dropout:
         options["dropout_p"] = dropout
         query = mapped_where_masks_differ("flash_attention", query)
-    if attention_mask is None and position_bias is None and cu_seq_lens_q is None and not query.is_cuda:
+    if attention_mask is None and position_bias is None and cu_seq_lens_q is None:
         counter.served("flash_attention")
         if sliding_window is not None:
             options["window_left"] = options["window_right"] = sliding_window - 1
@@ -108,32 +107,27 @@ def attention_forward(
 def _run(
     query: Tensor, key: Tensor, value: Tensor, hidden: _Hidden, scale: float | None, options: dict[str, Any]
 ) -> Tensor:
-    value_dim = value.shape[-1]
-    if query.is_cuda:
-        query, key, value, scale = to_multiples_of_8(query, key, value, scale)
     causal, window = hidden.pattern
     if hidden.offsets is None:
         left, right = (None, None) if window is None else window
-        out = heads_first_op(
+        return heads_first_op(
             query, key, value, causal, scale, left, right, attn_bias=hidden.bias, attn_mask=hidden.mask, **options
         )
-    else:
-        batch, q_length, k_length = query.shape[0], query.shape[2], key.shape[2]
-        out = flash_attention_varlen(
-            query.transpose(1, 2).flatten(0, 1),
-            key.transpose(1, 2).flatten(0, 1),
-            value.transpose(1, 2).flatten(0, 1),
-            hidden.offsets.query,
-            hidden.offsets.key,
-            # Upper bounds, which need not be read from the device.
-            max_seqlen_q=q_length,
-            max_seqlen_k=k_length,
-            causal=causal,
-            window=window,
-            scale=scale,
-            **options,
-        ).unflatten(0, (batch, q_length))
-    return out if out.shape[-1] == value_dim else out[..., :value_dim]
+    batch, q_length, k_length = query.shape[0], query.shape[2], key.shape[2]
+    return flash_attention_varlen(
+        query.transpose(1, 2).flatten(0, 1),
+        key.transpose(1, 2).flatten(0, 1),
+        value.transpose(1, 2).flatten(0, 1),
+        hidden.offsets.query,
+        hidden.offsets.key,
+        # Upper bounds, which need not be read from the device.
+        max_seqlen_q=q_length,
+        max_seqlen_k=k_length,
+        causal=causal,
+        window=window,
+        scale=scale,
+        **options,
+    ).unflatten(0, (batch, q_length))
 
 
 class _Hidden(NamedTuple):
