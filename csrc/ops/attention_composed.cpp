@@ -24,8 +24,8 @@ namespace {
 
 constexpr double kHidden = -std::numeric_limits<double>::infinity();
 
-// The random numbers of a call's dropout. The first row of matrix n, one of batch * heads, is row first + n * pitch, and
-// every row has one for each of longest_k keys.
+// The random numbers of a call's dropout. The first row of matrix n, one of batch * heads, is row first + n * pitch,
+// and every row has one for each of longest_k keys.
 struct DropoutRows {
   Tensor rng_state;
   int64_t first, pitch, longest_k;

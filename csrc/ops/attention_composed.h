@@ -1,6 +1,6 @@
-// Attention and its gradients composed of differentiable ops. They serve second derivatives, forward mode and torch.func
-// (ops/autograd.h), and CUDA devices where there is no kernel. Logits are computed for some rows at a time, so memory
-// grows with Sq + Sk; autograd saves those of all rows.
+// Attention and its gradients composed of differentiable ops. They serve second derivatives, forward mode and
+// torch.func (ops/autograd.h), and CUDA devices where there is no kernel. Logits are computed for some rows at a time,
+// so memory grows with Sq + Sk; autograd saves those of all rows.
 #pragma once
 
 #include <tuple>

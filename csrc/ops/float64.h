@@ -1,5 +1,5 @@
-// float64 on CUDA devices, for checking gradients: the ops composed of PyTorch's, correct and slow. There are no float64
-// kernels because training has no use for them.
+// float64 on CUDA devices, for checking gradients: the ops composed of PyTorch's, correct and slow. There are no
+// float64 kernels because training has no use for them.
 #pragma once
 
 #include "bucket/bucket.h"
