@@ -63,36 +63,32 @@ def by_name(groups: dict[str, str]) -> dict[str, str]:
 
 BY_DESIGN = by_name(
     {
-        "registers a communication hook: wire_dtype, algorithm and error_feedback replace hooks": """
+        "registers a communication hook that does more than choose a dtype: refused": """
         accumulate_gradients_no_sync_allreduce_hook accumulate_gradients_no_sync_allreduce_with_then_hook
         ddp_broadcast_buffer_via_hook ddp_buffer_hook_allreduce ddp_buffer_hook_allreduce_return_future
-        ddp_hook_parity_allreduce ddp_hook_parity_allreduce_process_group ddp_hook_parity_post_localSGD
-        ddp_hook_parity_powerSGD ddp_python_error_logged
+        ddp_hook_parity_post_localSGD ddp_hook_parity_powerSGD ddp_python_error_logged
     """,
         "reads the reducer, the logger or other internals of torch's wrapper": """
         compute_bucket_assignment_by_size_sparse_error_with_logger ddp_build_debug_param_to_name_mapping
         ddp_build_debug_param_to_name_mapping_requires_grad ddp_comm_hook_logging
         ddp_control_flow_different_across_ranks ddp_control_flow_same_across_ranks ddp_logging_data_cpu
-        ddp_remove_autograd_hooks ddp_uneven_inputs detect_ddp_is_actually_static different_graph_across_ranks
+        ddp_uneven_inputs detect_ddp_is_actually_static different_graph_across_ranks get_data_parallel_params
         skip_all_reduce_unused_parameters
-    """,
-        "excludes parameters by a private function of torch's wrapper; ours ignores those that do not require grad": """
-        ddp_apply_optim_in_backward_ignored_params ddp_ignore_params_arg
-        ddp_multiple_nested_unused_params_err_ignore_params ddp_native_mixed_precision_ignored_params
-        get_data_parallel_params
     """,
         "sets mixed_precision, which is torch.autocast's task": """
         ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none
-        ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none
+        ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none ddp_native_mixed_precision_ignored_params
         ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none
         ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none
     """,
         "expects an error for unused parameters, which need no flag": """
-        ddp_multiple_nested_unused_params_error ddp_unused_params_rebuild_buckets_exception
+        ddp_multiple_nested_unused_params_err_ignore_params ddp_multiple_nested_unused_params_error
+        ddp_unused_params_rebuild_buckets_exception
     """,
         "expects an error from static_graph, but graphs may change": "invalid_static_graph static_graph_api_cpu",
         "runs optimizers of torch.distributed.optim inside backward, before a bucket is averaged: refused": """
         ddp_apply_optim_in_backward ddp_apply_optim_in_backward_grad_as_bucket_view_false
+        ddp_apply_optim_in_backward_ignored_params
     """,
         "expects an error for a mesh of two dimensions, which is for two levels of network": """
         ddp_device_mesh_initialization

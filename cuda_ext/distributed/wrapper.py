@@ -116,12 +116,12 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
     status of every rank; gradients are dropped, and every later step raises it again. On GPUs NCCL ends the process at
     its timeout; at half of it a warning in the log of ``cuda_ext.distributed`` has the status of every rank.
 
-    The first fifteen arguments and the members `no_sync`, `join`, `register_comm_hook`, `will_sync_module_buffers` and
-    ``require_backward_grad_sync`` are those of DistributedDataParallel; what it has and this class lacks raises an
-    AttributeError with what to use instead. `copy.deepcopy`, pickle and `torch.save` copy module and arguments. A copy
-    makes its buckets in the first forward pass that trains, which all ranks then have to call; in others it is only the
-    module. In a module that is used several times by ``torch.utils.checkpoint(use_reentrant=True)`` the first pass
-    counts gradients.
+    The positional arguments and `no_sync`, `join`, `register_comm_hook`, `will_sync_module_buffers` and
+    `require_backward_grad_sync` are those of DistributedDataParallel; a member that this class lacks raises an
+    AttributeError with what to use instead. `copy.deepcopy`, pickle and `torch.save` copy the module and the arguments.
+    A copy makes its buckets in its first forward pass that trains, on all ranks; until then it is only the module.
+    If the first pass contains functions of autograd written in Python, such as re-entrant checkpoints, nothing is sent
+    before its end, and the gradients of each parameter are counted.
 
     Raises RuntimeError if no process group is initialised or the ranks disagree; from forward if a parameter was
     replaced, added or converted since wrapping, if a buffer was removed, and under compiled autograd; if a module or
@@ -360,9 +360,10 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
         As `torch.nn.utils.clip_grad_norm_`, on flat buffers. All ranks must call it. If ``wire_dtype`` is not the
         parameters' own, `unpack` has computed the norm, and in shared memory the sum has; otherwise each rank reads
         1 / world size of the averages, and two numbers are summed over the ranks. Gradients that were written since the
-        backward pass are read in full, as are all gradients inside `torch.distributed.algorithms.join.Join`. Scaling is
-        one pass over each buffer, skipped on a CPU if nothing is clipped. The norm is the same on every rank: 0-d,
-        float32 (float64 if a parameter is).
+        backward pass are read in full (but not those written through ``.data``, which PyTorch does not count), as are
+        all gradients inside `torch.distributed.algorithms.join.Join`. Ignored parameters are left out. Scaling is one
+        pass over each buffer, skipped on a CPU if nothing is clipped. The norm is the same on every rank: 0-d, float32
+        (float64 if a parameter is).
 
         Raises RuntimeError, the gradients untouched, if the norm is infinite or NaN and ``error_if_nonfinite``; default
         False; ValueError for another ``max_norm``.
