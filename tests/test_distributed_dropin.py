@@ -19,12 +19,14 @@ from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.nn.utils.rnn import pack_sequence
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
+import cuda_ext.nn
 from cuda_ext.distributed import AllreduceState, BucketedDataParallel, allreduce_hook
 from cuda_ext.distributed.ddp_arguments import move_inputs
 
@@ -51,7 +53,8 @@ def test_arguments_are_those_of_torch_in_its_order() -> None:
     assert list(ours)[: len(theirs)] == list(theirs)
     other = {name for name, one in theirs.items() if ours[name].default != one.default}
     assert other == {"bucket_cap_mb", "gradient_as_bucket_view"}
-    assert all(one.kind is inspect.Parameter.KEYWORD_ONLY for name, one in ours.items() if name not in theirs)
+    own = ("wire_dtype", "algorithm", "error_feedback", "shard_optimizer")
+    assert all(ours[name].kind is inspect.Parameter.KEYWORD_ONLY for name in own)
     text = inspect.getdoc(BucketedDataParallel) or ""
     assert [name for name in theirs if name != "self" and not re.search(rf"\b{name}\b", text)] == []
 
@@ -75,6 +78,7 @@ def test_arguments_without_effect() -> None:
         param_to_hook_all_reduce=named[1][1],
         device_mesh=init_device_mesh("cpu", (2,)),
         skip_all_reduce_unused_params=True,
+        batched_grad_copy=True,
     )
     plain = copy.deepcopy(module)
     batch = batches()
@@ -187,6 +191,13 @@ def test_ignored_parameters_and_buffers_stay_local() -> None:
     module[0] = nn.Linear(7, 5, dtype=torch.float64)
     with pytest.raises(RuntimeError, match=re.escape(f"{NAME}: expected the parameters and submodules that were wr")):
         model(batches())
+
+
+def test_parameters_of_tensor_parallel_layers_are_refused(group: None) -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+    layer = parallelize_module(nn.Linear(2, 2), mesh["tensor"], ColwiseParallel())
+    with pytest.raises(TypeError, match=f"^{re.escape(NAME)}: expected plain parameters, got weight, a DTensor"):
+        BucketedDataParallel(layer, device_mesh=mesh["data"])
 
 
 # copies
@@ -330,11 +341,11 @@ def test_state_dicts_of_torch_can_be_loaded(group: None) -> None:
 class Repeated(nn.Module):
     """A layer that re-entrant checkpoints use several times, between others."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: type[nn.Module] = nn.Linear, width: int = 7) -> None:
         super().__init__()
-        self.first = nn.Linear(7, 7, dtype=torch.float64)
-        self.layer = nn.Linear(7, 7, dtype=torch.float64)
-        self.last = nn.Linear(7, 7, dtype=torch.float64)
+        self.first = nn.Linear(7, width, dtype=torch.float64)
+        self.layer = make(width, width, dtype=torch.float64)
+        self.last = nn.Linear(width, 7, dtype=torch.float64)
         self.times = 2
         self.checkpoints = True
 
@@ -346,9 +357,11 @@ class Repeated(nn.Module):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("width", [7, 128])  # from 64 KiB on, gradients are packed on arrival
+@pytest.mark.parametrize("make", [nn.Linear, cuda_ext.nn.Linear])
 @pytest.mark.parametrize("static_graph", [False, True])
-def test_reentrant_checkpoints_share_a_layer(static_graph: bool) -> None:
-    model = BucketedDataParallel(Repeated(), bucket_cap_mb=1e-4, static_graph=static_graph)
+def test_reentrant_checkpoints_share_a_layer(static_graph: bool, make: type[nn.Module], width: int) -> None:
+    model = BucketedDataParallel(Repeated(make, width), bucket_cap_mb=1e-4, static_graph=static_graph)
     plain = copy.deepcopy(model.module)
     sent: list[list[bool]] = []
 
@@ -387,6 +400,21 @@ def test_checkpoints_that_are_turned_on_later() -> None:
     for _ in range(2):
         train(model, shard(batch))
         train(plain, batch)
+        assert_gradients(model.module, plain)
+
+
+@on_ranks(2)
+def test_a_static_graph_that_changes() -> None:
+    model = BucketedDataParallel(Repeated(), bucket_cap_mb=1e-4, static_graph=True)
+    plain = copy.deepcopy(model.module)
+    batch = batches()
+    for times in (2, 1, 3):
+        plain.times = model.module.times = times
+        if times == 3:
+            with pytest.raises(RuntimeError, match=r"expected 3 gradients of parameter layer\.\w+ in a backward pass"):
+                model(shard(batch)).square().mean().backward()
+        train(model, shard(batch), steps=2)  # fewer gradients are averaged at the end of backward
+        train(plain, batch, steps=2)
         assert_gradients(model.module, plain)
 
 

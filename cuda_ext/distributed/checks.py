@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from cuda_ext.distributed.watch import Watch
@@ -90,6 +91,12 @@ def check_trainable(named: Mapping[str, nn.Parameter], buffers: Mapping[str, Ten
             raise ValueError(
                 f"{NAME}: expected parameters on one device, got {first} on {device} and {name} on {parameter.device}; "
                 "wrap the part on each device by itself"
+            )
+        if is_traceable_wrapper_subclass(parameter):
+            raise TypeError(
+                f"{NAME}: expected plain parameters, got {name}, a {type(parameter).__name__}, not flat memory; "
+                "layers that are sharded over ranks need torch.nn.parallel.DistributedDataParallel(module, "
+                "device_mesh=mesh) or FSDP2"
             )
         if parameter.dtype not in DTYPES:
             raise TypeError(

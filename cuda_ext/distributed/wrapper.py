@@ -66,7 +66,8 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
         module: at least one parameter requires grad; float32, float16, bfloat16 and float64 may be mixed. All trained
             parameters are on one device.
         device_ids: None, the default, or a list of the one device of the trained parameters, as torch.device, name or
-            number of a GPU: forward moves its inputs there. output_device: None or the same device; nothing is moved.
+            number of a GPU: forward moves its inputs there.
+        output_device: None, the default, or the same device; outputs are not moved.
         broadcast_buffers: whether all ranks receive the buffers of the first one before each forward pass that trains
             (in training mode, with gradients enabled, outside `no_sync`); default True.
         init_sync: whether all ranks receive the first one's parameters and buffers; default True. With False the ranks
@@ -74,7 +75,8 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
         process_group: default the default group; any backend of torch.distributed that supports the parameters'
             device. A `torch.distributed.device_mesh.DeviceMesh` of one dimension means its group; with two dimensions,
             (nodes, ranks per node), gradients are summed inside each node first and then across nodes, so that a rank
-            sends only its part over the network. device_mesh: another place for the mesh.
+            sends only its part over the network.
+        device_mesh: such a mesh, instead of ``process_group``; default None.
         bucket_cap_mb: capacity of a bucket in MiB. ``"auto"``, the default, or None records in the third pass when
             gradients arrive, and measures the link for half a second before the fourth; a cost model then divides the
             gradients into buckets, and the first rank logs the result at level INFO (docs/buckets.md). Modules up to
@@ -82,11 +84,6 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
         static_graph: the promise that every pass computes as many gradients of each parameter as the first one;
             default False. It only matters for parameters that several re-entrant checkpoints share: their bucket is
             sent with the last of these gradients, not at the end of backward.
-        dim, find_unused_parameters, check_reduction, gradient_as_bucket_view, delay_all_reduce_named_params,
-            param_to_hook_all_reduce, skip_all_reduce_unused_params: arguments of DistributedDataParallel without
-            effect, as what they ask for holds anyway (docs/distributed.md). The defaults are torch's, but for
-            ``gradient_as_bucket_view=True``.
-        mixed_precision, bucket_cap_mb_list: None; others are refused.
         wire_dtype: the dtype in which gradients are sent; default the parameters' own. bfloat16 halves the bytes of
             float32.
         algorithm: how buckets are summed. ``"all_reduce"``: the backend's all-reduce, in ``wire_dtype``. ``"float32"``:
@@ -100,6 +97,12 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
         shard_optimizer: whether each rank only gets its part of the averages, for an optimizer that updates this part
             (ZeRO-1, Rajbhandari et al., arXiv 1910.02054), see `sharded_optimizer`; default False. Parameters move to
             memory of the wrapper.
+
+    The other arguments are DistributedDataParallel's. ``dim``, ``find_unused_parameters``, ``check_reduction``,
+    ``gradient_as_bucket_view``, ``delay_all_reduce_named_params``, ``param_to_hook_all_reduce``,
+    ``skip_all_reduce_unused_params`` and ``batched_grad_copy`` have no effect, as what they ask for holds anyway
+    (docs/distributed.md); ``mixed_precision`` and ``bucket_cap_mb_list`` are refused. Defaults are torch's, but for
+    ``gradient_as_bucket_view=True``.
 
     Ranks that do not use a parameter contribute zeros, without any option, and even if they use no parameter, as long
     as their loss depends on an output of the module. A parameter that no rank uses keeps ``grad=None``; on a GPU its
@@ -152,6 +155,7 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
         device_mesh: DeviceMesh | None = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
         *,
         wire_dtype: torch.dtype | None = None,
         algorithm: str = "auto",
@@ -177,6 +181,7 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
             "mixed_precision": mixed_precision,
             "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
             "bucket_cap_mb_list": bucket_cap_mb_list,
+            "batched_grad_copy": batched_grad_copy,
             "wire_dtype": wire_dtype,
             "algorithm": algorithm,
             "error_feedback": error_feedback,
