@@ -275,6 +275,16 @@ def test_copies_of_sharded_and_closed_wrappers() -> None:
 
 
 @on_ranks(2)
+def test_a_copy_in_join_on_a_rank_without_inputs() -> None:
+    model = copy.deepcopy(BucketedDataParallel(make_model()))
+    with model.join():
+        for _ in range(2 * dist.get_rank()):
+            train(model, batches())
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    assert torch.equal(flat, mean_over_ranks(flat))
+
+
+@on_ranks(2)
 def test_groups_in_copies() -> None:
     """A deep copy keeps its group, which cannot be pickled."""
     for arguments in ({"process_group": dist.new_group([0, 1])}, {"device_mesh": init_device_mesh("cpu", (1, 2))}):

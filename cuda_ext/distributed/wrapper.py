@@ -216,7 +216,8 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
 
         reducer = Reducer(group, device)
         reducer.static_graph = given["static_graph"]
-        options = Options(bucket_bytes, *(given[name] for name in agreed[1:5]))
+        rest = (given[name] for name in ("wire_dtype", "algorithm", "error_feedback", "shard_optimizer"))
+        options = Options(bucket_bytes, *rest)
         bucket_set = BucketSet(reducer, group, self._mesh, device, options)
         weakref.finalize(self, reducer.watch.stop)
         # Also at exit, unlike other finalizers: after that, destructors run in any order.
@@ -533,7 +534,9 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
 
     def _set_static_graph(self) -> None:
         """``static_graph=True`` after wrapping, before the first backward pass."""
-        self._given["static_graph"] = self._reducer.static_graph = True
+        self._given["static_graph"] = True
+        if self._parts is not None:
+            self._parts.reducer.static_graph = True
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Before training, for torch's hooks that choose the dtype of transfers: the same as ``wire_dtype``.
@@ -582,6 +585,8 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
         """
         if not kwargs.get("divide_by_initial_world_size", True):
             raise ValueError(f"{NAME}.join_hook: expected divide_by_initial_world_size=True, got False; scale the loss")
+        if self._parts is None:  # before a rank may run out of inputs
+            self._connect()
         self._in_join = True
         return _JoinHook(self)
 
