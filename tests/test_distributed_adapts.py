@@ -7,7 +7,6 @@ import copy
 import io
 import json
 import logging
-import pickle
 import queue
 import re
 import tempfile
@@ -363,16 +362,6 @@ def test_join_divides_by_all_ranks(group: None) -> None:
 
 
 # what cannot be done
-
-
-def test_it_is_not_copied_or_pickled(group: None) -> None:
-    model = BucketedDataParallel(make_model())
-    with pytest.raises(TypeError, match=f"^{re.escape(NAME)}: cannot be copied, .* copy model.module"):
-        copy.deepcopy(model)
-    with pytest.raises(TypeError, match=f"^{re.escape(NAME)}: cannot be pickled, .* save model.state_dict"):
-        pickle.dumps(model)
-    clone = pickle.loads(pickle.dumps(model.module))
-    assert all(torch.equal(a, b) for a, b in zip(clone.parameters(), model.parameters(), strict=True))
 
 
 def test_parameters_on_two_devices_are_refused(group: None) -> None:

@@ -194,34 +194,6 @@ def test_checkpoints(use_reentrant: bool, what: str) -> None:
         assert_gradients(model.module.layers, plain)
 
 
-def test_a_second_gradient_after_the_first_was_sent(group: None) -> None:
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(2):
-                x = checkpoint(self.layer, x, use_reentrant=True)
-            return x
-
-    model = BucketedDataParallel(Shared())
-    with pytest.raises(
-        RuntimeError, match=r"expected one gradient of parameter layer\.\w+ in a backward pass, got a second"
-    ):
-        model(torch.randn(2, 3, requires_grad=True)).sum().backward()
-    # In one bucket with the last parameter, the second gradient is in time.
-    shared = Shared()
-    shared.last = nn.Parameter(torch.ones(3))
-    shared.register_forward_pre_hook(lambda module, args: (args[0] * module.last,))
-    model = BucketedDataParallel(shared)
-    plain = copy.deepcopy(shared)
-    batch = torch.randn(2, 3, requires_grad=True)
-    for m in (model, plain):
-        m(batch).sum().backward()
-    assert_gradients(model, plain, tolerance=1e-6)  # float32, in autograd's order of additions
-
-
 @on_ranks(2)
 def test_gradients_of_gradients() -> None:
     model = BucketedDataParallel(make_model(), bucket_cap_mb=SMALL)

@@ -6,8 +6,8 @@
 
 The tests are those of torch/testing/_internal/distributed/distributed_test.py, which is installed with torch, that
 construct a DistributedDataParallel. Each runs on new ranks, forked from this process. An adapter replaces torch's
-class: it accepts the same arguments, ignores those that BucketedDataParallel does not need (gradients are always views;
-unused parameters and changing graphs need no flag) and refuses those without a counterpart.
+class: it is BucketedDataParallel, with the options of this script, for modules that a test wraps several times and GPUs
+that are the CPU.
 
 Most of the tests require one GPU per rank, though few depend on it. This script replaces their GPUs by the CPU;
 --control shows which of them then fail even with torch's own wrapper: they are skipped as needing a GPU.
@@ -39,9 +39,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 from torch.overrides import TorchFunctionMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -65,36 +63,32 @@ def by_name(groups: dict[str, str]) -> dict[str, str]:
 
 BY_DESIGN = by_name(
     {
-        "registers a communication hook: wire_dtype, algorithm and error_feedback replace hooks": """
+        "registers a communication hook that does more than choose a dtype: refused": """
         accumulate_gradients_no_sync_allreduce_hook accumulate_gradients_no_sync_allreduce_with_then_hook
         ddp_broadcast_buffer_via_hook ddp_buffer_hook_allreduce ddp_buffer_hook_allreduce_return_future
-        ddp_hook_parity_allreduce ddp_hook_parity_allreduce_process_group ddp_hook_parity_post_localSGD
-        ddp_hook_parity_powerSGD ddp_python_error_logged
+        ddp_hook_parity_post_localSGD ddp_hook_parity_powerSGD ddp_python_error_logged
     """,
         "reads the reducer, the logger or other internals of torch's wrapper": """
         compute_bucket_assignment_by_size_sparse_error_with_logger ddp_build_debug_param_to_name_mapping
         ddp_build_debug_param_to_name_mapping_requires_grad ddp_comm_hook_logging
         ddp_control_flow_different_across_ranks ddp_control_flow_same_across_ranks ddp_logging_data_cpu
-        ddp_remove_autograd_hooks ddp_uneven_inputs detect_ddp_is_actually_static different_graph_across_ranks
+        ddp_uneven_inputs detect_ddp_is_actually_static different_graph_across_ranks get_data_parallel_params
         skip_all_reduce_unused_parameters
-    """,
-        "excludes parameters by a private function of torch's wrapper; ours ignores those that do not require grad": """
-        ddp_apply_optim_in_backward_ignored_params ddp_ignore_params_arg
-        ddp_multiple_nested_unused_params_err_ignore_params ddp_native_mixed_precision_ignored_params
-        get_data_parallel_params
     """,
         "sets mixed_precision, which is torch.autocast's task": """
         ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none
-        ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none
+        ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none ddp_native_mixed_precision_ignored_params
         ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none
         ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none
     """,
         "expects an error for unused parameters, which need no flag": """
-        ddp_multiple_nested_unused_params_error ddp_unused_params_rebuild_buckets_exception
+        ddp_multiple_nested_unused_params_err_ignore_params ddp_multiple_nested_unused_params_error
+        ddp_unused_params_rebuild_buckets_exception
     """,
         "expects an error from static_graph, but graphs may change": "invalid_static_graph static_graph_api_cpu",
         "runs optimizers of torch.distributed.optim inside backward, before a bucket is averaged: refused": """
         ddp_apply_optim_in_backward ddp_apply_optim_in_backward_grad_as_bucket_view_false
+        ddp_apply_optim_in_backward_ignored_params
     """,
         "expects an error for a mesh of two dimensions, which is for two levels of network": """
         ddp_device_mesh_initialization
@@ -134,59 +128,19 @@ NEEDS_GPU = by_name(
 
 
 class Adapter(BucketedDataParallel):
-    """BucketedDataParallel with the interface of DistributedDataParallel."""
+    """BucketedDataParallel for modules that may be wrapped already, on GPUs that are the CPU."""
 
     options: ClassVar[dict[str, Any]] = {}  # arguments of all BucketedDataParallels
     wrapped: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
 
-    def __init__(
-        self,
-        module: nn.Module,
-        device_ids: object = None,
-        output_device: object = None,
-        dim: int = 0,
-        broadcast_buffers: bool = True,
-        init_sync: bool = True,
-        process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float | None = None,
-        find_unused_parameters: bool = False,
-        check_reduction: bool = False,
-        gradient_as_bucket_view: bool = False,
-        static_graph: bool = False,
-        device_mesh: dist.DeviceMesh | None = None,
-        skip_all_reduce_unused_params: bool = False,
-        **no_counterpart: Any,
-    ) -> None:
-        given = [name for name, value in no_counterpart.items() if value is not None]
-        if given:
-            raise NotImplementedError(f"BucketedDataParallel has no counterpart for {', '.join(given)}")
-        if process_group is not None and device_mesh is not None:
-            raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    def __init__(self, module: nn.Module, device_ids: object = None, output_device: object = None, **rest: Any) -> None:
         module = module.module if isinstance(module, Adapter) else module
         module = copy.deepcopy(module) if module in self.wrapped else module  # a module may be wrapped only once
         self.wrapped.add(module)
-        super().__init__(
-            module,
-            process_group=device_mesh or process_group,
-            bucket_cap_mb="auto" if bucket_cap_mb is None else bucket_cap_mb,
-            broadcast_buffers=broadcast_buffers,
-            **self.options,
-        )
-        self.device_mesh = device_mesh
-
-    def join(self, divide_by_initial_world_size: bool = True, enable: bool = True, **early: bool) -> Join:
-        early_exit = early.get("throw_on_early_termination", False)
-        return Join([self], enable, early_exit, divide_by_initial_world_size=divide_by_initial_world_size)
-
-    def _set_static_graph(self) -> None:
-        """Does nothing: graphs may change at any time."""
+        super().__init__(module, **rest, **self.options)
 
     def _set_ddp_sink_clone(self, value: bool) -> None:
         """Does nothing: outputs are never cloned."""
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        """The tests pickle the wrapper; users save the module and wrap it again."""
-        return Adapter, (self.module,)
 
 
 class TorchOnCPU(TORCH_WRAPPER):

@@ -1,4 +1,4 @@
-// Tensors over adjacent memory with a storage of each.
+// Tensors over memory of others: with a storage of their own, or without being views for autograd.
 //
 // Savers such as safetensors take a storage for the identity of a tensor, and write only one of several tensors that
 // share one. Parameters that lie in one buffer therefore have separate storages, which all keep the buffer alive.
@@ -6,6 +6,8 @@
 
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <torch/library.h>
+
+#include <vector>
 
 #include "ops/op.h"
 
@@ -88,6 +90,16 @@ OptionalTensor joined_rows(const Tensor& first, const Tensor& second) {
   return rows;
 }
 
+std::vector<Tensor> not_views(at::TensorList views) {
+  std::vector<Tensor> result;
+  result.reserve(views.size());
+  for (const Tensor& view : views) {
+    const c10::TensorImpl* const impl = view.unsafeGetTensorImpl();
+    result.emplace_back(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));
+  }
+  return result;
+}
+
 int64_t memory_holders(const Tensor& tensor) {
   if (!has_plain_memory(tensor) || !is_part(tensor.storage())) return 1;
   return int64_t(buffer_of(tensor.storage()).use_count()) - 1;
@@ -103,6 +115,8 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   m.def("_own_storage(Tensor tensor, *, bool is_shared=False) -> Tensor?", cuda_ext::own_storage);
   // The rows of both, as one tensor with a version counter of its own; None unless they are adjacent in one buffer.
   m.def("_joined_rows(Tensor first, Tensor second) -> Tensor?", cuda_ext::joined_rows);
+  // The same tensors with the same version counters, but not views for autograd, which has no detach_() of a view.
+  m.def("_not_views(Tensor[] views) -> Tensor[]", cuda_ext::not_views);
   // How many storages and other owners keep the memory alive of which the storage of a tensor is a part; else 1.
   m.def("_memory_holders(Tensor tensor) -> int", cuda_ext::memory_holders);
 }

@@ -74,6 +74,7 @@ class BucketSet:
     def build(self, trained: Mapping[str, nn.Parameter]) -> None:
         """Makes memory, algorithm and buckets for the ``trained`` parameters. A collective."""
         self._attachment.claim(trained)
+        self._reducer.looks_for_repeats = True
         wire_dtype = self._options.wire_dtype
         self._names, self._trained = list(trained), list(trained.values())
         self._sizes = [parameter.numel() * (wire_dtype or parameter.dtype).itemsize for parameter in self._trained]

@@ -7,7 +7,7 @@ import json
 import operator
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from cuda_ext.distributed.watch import Watch
@@ -91,6 +92,12 @@ def check_trainable(named: Mapping[str, nn.Parameter], buffers: Mapping[str, Ten
                 f"{NAME}: expected parameters on one device, got {first} on {device} and {name} on {parameter.device}; "
                 "wrap the part on each device by itself"
             )
+        if is_traceable_wrapper_subclass(parameter):
+            raise TypeError(
+                f"{NAME}: expected plain parameters, got {name}, a {type(parameter).__name__}, not flat memory; "
+                "layers that are sharded over ranks need torch.nn.parallel.DistributedDataParallel(module, "
+                "device_mesh=mesh) or FSDP2"
+            )
         if parameter.dtype not in DTYPES:
             raise TypeError(
                 f"{NAME}: expected parameter {name} of dtype float32, float16, bfloat16 or float64, "
@@ -128,23 +135,31 @@ def check_compiler() -> None:
 
 
 class WrappedModule:
-    """The parameters, buffers and submodules of a module when it was wrapped, to detect changes in microseconds."""
+    """The parameters, buffers and submodules of a module when it was wrapped, to detect changes in microseconds.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._tables: list[tuple[str, dict[str, Any], list[Any]]] = []
+    ignored: parameters and buffers that are not averaged or broadcast. They may change, and so may submodules that have
+    no others.
+    """
+
+    def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
+        self._tables: list[tuple[str, Mapping[str, Any], list[Any]]] = []
+        free = _ignored_parts(module, ignored) if ignored else ()
         self._parameters: list[tuple[str, nn.Parameter, tuple[object, ...], bool]] = []
         self._buffers: list[tuple[dict[str, Any], str, str]] = []  # table, key, and name from the root
         self._sizes: dict[str, tuple[str, _Size]] = {}  # name of a buffer -> class of its module, size on all ranks
         for path, owner in module.named_modules():
+            if path in free:
+                continue
             prefix = f"{path}." if path else ""
             for table in (owner._modules, owner._parameters):
-                self._tables.append((prefix, table, list(table.values())))
+                shown = _Without(table, {name for name in table if prefix + name in free}) if free else table
+                self._tables.append((prefix, shown, list(shown.values())))
             for name, parameter in owner._parameters.items():
-                if parameter is not None:
+                if parameter is not None and prefix + name not in ignored:
                     traits = _traits(parameter)
                     self._parameters.append((prefix + name, parameter, traits, parameter.requires_grad))
             for name, buffer in owner._buffers.items():
-                if buffer is not None:
+                if buffer is not None and prefix + name not in ignored:
                     self._buffers.append((owner._buffers, name, prefix + name))
                     self._sizes[prefix + name] = (type(owner).__name__, _size(buffer))
 
@@ -215,6 +230,32 @@ class WrappedModule:
                     "change the module before wrapping it"
                 )
             check_no_earlier_use(name, parameter)
+
+
+class _Without(Mapping[str, Any]):
+    """``table`` without the keys ``left_out``."""
+
+    def __init__(self, table: Mapping[str, Any], left_out: Collection[str]) -> None:
+        self._table, self._left_out = table, left_out
+
+    def __getitem__(self, key: str) -> Any:
+        return self._table[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key in self._table if key not in self._left_out)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _ignored_parts(module: nn.Module, ignored: Collection[str]) -> set[str]:
+    """The names in ``ignored``, and the paths of the submodules of which all parameters and buffers are."""
+    parts = set(ignored)
+    for path, owner in module.named_modules():
+        names = [f"{path}.{name}" for name, _ in (*owner.named_parameters(), *owner.named_buffers())]
+        if path and names and set(names) <= parts:
+            parts.update(f"{path}.{inner}" if inner else path for inner, _ in owner.named_modules())
+    return parts
 
 
 _Size = tuple[torch.dtype, torch.Size]

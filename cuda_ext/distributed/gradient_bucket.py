@@ -1,6 +1,6 @@
 """One bucket of gradients: packed, summed over the ranks, and returned to the parameters as views.
 
-[Note 2] and [Note 3], about flags and gradient slots, are in reducer.py.
+[Note 2], [Note 3] and [Note 5], about flags, gradient slots and repeated gradients, are in reducer.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cuda_ext import bucket as bucket_ops
+from cuda_ext._load import ops
 from cuda_ext.distributed.algorithms import Algorithm, Pending
 from cuda_ext.distributed.bucketing.units import byte_size
 from cuda_ext.distributed.checks import NAME
@@ -62,8 +63,9 @@ class GradientBucket:
         self.gradients = (wire if gradients is None else gradients)[: layout.head]
         self.unpacks = gradients is not None
         self._is_read_at_once = wire.is_cpu  # on a GPU the host would wait for all that is queued
-        self.arrived = [False] * len(named)  # which gradients are ready in the current backward pass
-        self.missing = 0  # how many are not
+        self.repeats: Mapping[str, float] = {}  # name -> gradients in a pass, unless one [Note 5]
+        self.awaited: list[float] = []  # for each parameter: how many more gradients before it may be sent
+        self.missing = 0  # how many parameters await any
         self._algorithm = algorithm
         self._scale = 1.0 / algorithm.ranks
         self._pending: Pending | None = None
@@ -76,7 +78,8 @@ class GradientBucket:
         self._offsets = layout.offsets
         self._set_flags = torch.full_like(self._flags, FLAGS.get(wire.dtype, 1.0))
         self._orders = [_memory_order(parameter) for parameter in self.parameters]
-        self.views = [self._view(self.gradients, position) for position in range(len(named))]
+        views = [self._view(self.gradients, position) for position in range(len(named))]
+        self.views: list[Tensor] = ops._not_views(views)  # old training loops call ``parameter.grad.detach_()``
         self._feedback = None
         if error_feedback:
             self._feedback = ErrorFeedback(layout.head, self.gradients.dtype, device=wire.device)
@@ -86,8 +89,11 @@ class GradientBucket:
 
     def expect(self) -> None:
         """Prepares for the next backward pass. Parameters that are frozen now will not get a gradient."""
-        self.arrived[:] = [not parameter.requires_grad for parameter in self.parameters]
-        self.missing = self.arrived.count(False)
+        self.awaited[:] = [
+            self.repeats.get(name, 1) if parameter.requires_grad else 0
+            for name, parameter in zip(self.names, self.parameters)
+        ]
+        self.missing = len(self.awaited) - self.awaited.count(0)
 
     def _view(self, flat: Tensor, position: int) -> Tensor:
         """A parameter's view of ``flat``, in its shape and memory order, so that optimizers traverse both alike."""

@@ -27,12 +27,20 @@ the slot is in the buffer that is sent, and 1 where `pack` copies it to another 
 [Note 4: End of a pass] `_finish` is a callback of the autograd engine, so ``backward()`` returns with the averages in
 place. It is queued by the first hook of the outermost graph task, of an output if possible: a callback that is queued
 inside a nested task, as in a re-entrant checkpoint, would run when that task ends.
+
+[Note 5: Repeated gradients] A re-entrant checkpoint computes its gradients in a nested task, so a parameter that
+several of them share gets several gradients in a pass, and nothing shows which is the last. Such a checkpoint is a
+function of autograd that is written in Python. If one is in the graph of the first pass (`runs_python`), nothing is
+sent before the end of that pass, and gradients are counted. From then on the bucket of a parameter that got several
+waits for the end of backward, or with ``static_graph`` for as many.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate, pairwise
@@ -41,6 +49,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cuda_ext import bucket as bucket_ops
@@ -75,6 +85,20 @@ class Arrivals:
         return [seconds_between(self._marks[0], each) for each in self._marks]
 
 
+def runs_python(outputs: Sequence[Tensor]) -> bool:
+    """Whether backward from ``outputs`` runs code written in Python, which may itself run backward passes [Note 5]."""
+    nodes: list[Node | None] = [output.grad_fn for output in outputs]
+    seen: set[Node] = set()
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, BackwardCFunction):
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [next_node for next_node, _ in node.next_functions]
+    return False
+
+
 class ForwardPasses:
     """The forward passes since the last backward pass that averaged."""
 
@@ -103,6 +127,10 @@ class Reducer:
         self.times_arrivals = False  # whether to time arrivals in the next passes
         self.arrivals = Arrivals(device, False)  # of the last pass
         self.trace: Trace | None = None
+        self.static_graph = False  # the promise that the numbers of gradients stay what they are in the first pass
+        self.looks_for_repeats = True  # whether the next forward passes search the graph [Note 5]
+        self._counts = False  # whether this pass counts gradients, and sends nothing before its end
+        self._repeats: dict[str, float] = {}  # parameter -> the number of gradients that its bucket waits for, if not 1
         self._group, self._device = group, device
         self._queued = Queued(device)
         self.watch = Watch(group, device, self._status, lags=lambda: bool(self._queued.oldest()))
@@ -143,12 +171,15 @@ class Reducer:
         self.buckets = list(buckets)
         ends = list(accumulate(transfers, initial=0))
         self.transfers = [range(begin, end) for begin, end in pairwise(ends)]
+        for bucket in buckets:
+            bucket.repeats = self._repeats
+            bucket.expect()
         self._reset()
 
     def gradient_hook(self, number: int, position: int) -> Callable[[object, object], None]:
         """A hook that runs after AccumulateGrad of a parameter, in every pass that reaches the parameter."""
         bucket = self.buckets[number]
-        arrived = bucket.arrived
+        awaited = bucket.awaited
 
         def on_gradient(_: object, __: object) -> None:
             bucket.collect(position)
@@ -161,19 +192,38 @@ class Reducer:
                         self._queue_finish()
                     self._begin()
                 self.arrivals.add(number, position)
-                if not arrived[position]:
-                    arrived[position] = True
+                awaited[position] -= 1
+                if awaited[position] == 0:
                     bucket.missing -= 1
                     if bucket.missing == 0:
                         self._send_complete()
-                elif bucket.sent:
-                    raise RuntimeError(
-                        f"{NAME}: expected one gradient of parameter {bucket.names[position]} in a backward pass, got "
-                        "a second one after the first was sent, as from re-entrant checkpoints that share a parameter; "
-                        "use torch.utils.checkpoint with use_reentrant=False"
-                    )
+                elif awaited[position] < 0 and bucket.sent:
+                    raise self._too_late(bucket.names[position])
 
         return on_gradient
+
+    def _too_late(self, name: str) -> RuntimeError:
+        """The error of a gradient that arrives after its bucket was sent. Later passes wait for it [Note 5]."""
+        expected = self._repeats.get(name, 1)
+        self._count_gradients()
+        self.looks_for_repeats = True
+        return RuntimeError(
+            f"{NAME}: expected {expected} gradient{'s' if expected > 1 else ''} of parameter {name} in a backward "
+            "pass, as in earlier ones, got another after its bucket was sent, as from re-entrant checkpoints that "
+            "share a parameter; the gradients of this step are dropped, and later steps wait for more: skip this step, "
+            "or use torch.utils.checkpoint with use_reentrant=False"
+        )
+
+    def _count_gradients(self) -> None:
+        """Notes which parameters have got several gradients in this pass [Note 5]."""
+        for (number, position), count in Counter(self.arrivals.places).items():
+            name = self.buckets[number].names[position]
+            if count > self._repeats.get(name, 1):
+                self._repeats[name] = count if self.static_graph else math.inf
+
+    def look_for_repeats(self, outputs: Sequence[Tensor]) -> None:
+        """After a forward pass with these outputs, in the first passes: whether to count their gradients [Note 5]."""
+        self._counts = self._counts or runs_python(outputs)
 
     def output_hook(self, trains: bool) -> Callable[[Tensor], None]:
         """A hook for the gradients of the outputs: it runs before those of parameters, in the outermost graph task.
@@ -220,6 +270,8 @@ class Reducer:
             Variable._execution_engine.queue_callback(self._finish)
 
     def _send_complete(self) -> None:
+        if self._counts:
+            return
         while self._next < len(self.transfers):
             if any(self.buckets[number].missing for number in self.transfers[self._next]):
                 return
@@ -299,7 +351,7 @@ class Reducer:
         transfer = self.transfers[min(self._next, len(self.transfers) - 1)]  # the main thread may change it meanwhile
         number = next((number for number in transfer if self.buckets[number].missing), transfer[0])
         bucket = self.buckets[number]
-        lacking = [name for name, arrived in zip(bucket.names, bucket.arrived) if not arrived]
+        lacking = [name for name, awaited in zip(bucket.names, bucket.awaited) if awaited > 0]
         if not lacking:
             return f"has all gradients of backward pass {self.passes + 1}"
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
@@ -321,6 +373,10 @@ class Reducer:
         for transfer in self.transfers:
             with self._summing(transfer):
                 outcomes.update([self.buckets[number].finish() for number in transfer])
+        if self._counts:
+            self._count_gradients()
+            for bucket in self.buckets:
+                bucket.expect()
         self._reset()
         if self.trace is not None:
             self.trace.finished()
@@ -329,6 +385,7 @@ class Reducer:
         if outcomes != {Outcome.AVERAGES}:
             self._drop_gradients()
             raise self._no_averages(outcomes, left_out)
+        self.looks_for_repeats = False
         self.passes += 1
 
     def _settle_before_steps(self) -> None:
@@ -421,6 +478,6 @@ class Reducer:
         self._next = 0
         self._forward_passes = ForwardPasses()
         self._waits_for = ""
-        self._active = False
+        self._active = self._counts = False
         self._open_slots()
         self.watch.busy(False)

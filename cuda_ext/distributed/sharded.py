@@ -213,7 +213,7 @@ class ShardedBucket(GradientBucket):
             if first < last:
                 shard = nn.Parameter(_elements(home)[first - begin : last - begin])
                 self.shards[name] = shard
-                gradient = self._gradients_part[first - part.start : last - part.start]
+                (gradient,) = ops._not_views([self._gradients_part[first - part.start : last - part.start]])
                 self._places.append((position, shard, gradient))
 
     def finish(self) -> Outcome:
