@@ -109,6 +109,8 @@ def cache_cases(large: bool) -> Iterator[Case]:
         (1, 300, 1, (8, 1), 128, 4),
         (1, 90, 40, (4, 2), 128, 16),
         (1, 40, 3, (2, 2), 256, 1),
+        (2, 50, 3, (4, 2), 20, 16),  # rows of 40 bytes
+        (1, 40, 1, (4, 1), 320, 16),  # without a kernel
     ]
     if large:
         found += [(8, 4096, 1, (64, 8), 128, 16), (1, 20000, 1, (32, 8), 128, 256), (4, 1024, 512, (16, 4), 64, 32)]
@@ -133,6 +135,12 @@ def attention_cases(large: bool, backward: bool) -> Iterator[Case]:
         ((1, 65, 2, 1, 128, 128), torch.bfloat16, {"softcap": 5.0}),
         ((1, 66, 1, 1, 192, 128), torch.bfloat16, {"causal": True}),
         ((1, 66, 1, 1, 256, 256), torch.bfloat16, {}),
+        # Padded, composed, and float32 as exact as float32.
+        ((1, 70, 2, 1, 20, 33), torch.bfloat16, {"causal": True}),
+        ((1, 40, 2, 1, 320, 64), torch.float16, {"causal": True}),
+        ((1, 67, 4, 2, 64, 64), torch.float32, {"causal": True}),
+        ((1, 70, 2, 1, 128, 128), torch.float32, {"softcap": 5.0}),
+        ((1, 66, 1, 1, 256, 256), torch.float32, {}),
         # So many blocks that the keys are not split among blocks.
         ((3, 140, 4, 4, 64, 64), torch.bfloat16, {}),
         ((3, 140, 4, 4, 128, 128), torch.bfloat16, {"causal": True}),
