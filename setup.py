@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -20,6 +21,8 @@ if problem := toolchain.setuptools_problem():
 from setuptools import Extension, setup  # noqa: E402
 from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402
 from setuptools.command.egg_info import egg_info  # noqa: E402
+
+CALLS = "_calls"
 
 _build.find_torch()
 try:
@@ -42,15 +45,16 @@ class BuildLibrary(torch_helpers.BuildExtension):
                 sys.exit(str(error))
             folder = ROOT / "build" / config.name
             self.build_temp = str(folder)
-            (library,) = self.extensions
+            for extension in self.extensions:
+                extension.extra_compile_args = {
+                    "cxx": [*config.cxx_flags(folder), *(f"-isystem{path}" for path in torch_helpers.include_paths())],
+                    "nvcc": config.nvcc_flags(folder),
+                }
+                extension.library_dirs = torch_helpers.library_paths()
+            library = self.extensions[-1]
             library.sources = [str(path.relative_to(ROOT)) for path in config.sources]
-            library.extra_compile_args = {
-                "cxx": [*config.cxx_flags(folder), *(f"-isystem{path}" for path in torch_helpers.include_paths())],
-                "nvcc": config.nvcc_flags(folder),
-            }
-            library.extra_link_args = config.link_flags(folder)
-            library.library_dirs = torch_helpers.library_paths()
             library.libraries = config.libraries
+            library.extra_link_args = config.link_flags(folder)
             with _build.prepared(config, folder):
                 super().run()
             _stamp.write(Path(self.get_ext_fullpath(library.name)).parent, config.stamp())
@@ -63,15 +67,18 @@ class BuildLibrary(torch_helpers.BuildExtension):
         self.compiler.compile = lambda sources, *rest, **options: compile_sorted(
             sorted(sources, key=order.__getitem__), *rest, **options
         )
-        super().build_extension(ext)
+        try:
+            super().build_extension(ext)
+        finally:
+            self.compiler.compile = compile_sorted
 
     def copy_extensions_to_source(self) -> None:
         (_stamp.PACKAGE / _stamp.STAMP_FILE).unlink(missing_ok=True)
         super().copy_extensions_to_source()
 
     def get_ext_filename(self, fullname: str) -> str:
-        """Without the tag of a Python version: the library uses nothing of Python."""
-        return fullname.replace(".", os.sep) + ".so"
+        """The library without the tag of a Python version: it uses nothing of Python."""
+        return super().get_ext_filename(fullname) if fullname.endswith(CALLS) else fullname.replace(".", os.sep) + ".so"
 
 
 class Metadata(egg_info):
@@ -93,7 +100,20 @@ class Wheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
+def extensions() -> list[Extension]:
+    """The library and, where the headers of this Python are installed, faster calls from it."""
+    library = Extension("cuda_ext._C", sources=[], language="c++")
+    calls = Extension(
+        f"cuda_ext.{CALLS}",
+        sources=["csrc/python/calls.cpp"],
+        libraries=["c10", "torch", "torch_cpu", "torch_python"],
+        language="c++",
+    )
+    has_headers = (Path(sysconfig.get_path("include")) / "Python.h").exists()
+    return [*[calls] * has_headers, library]
+
+
 setup(
-    ext_modules=[Extension("cuda_ext._C", sources=[], language="c++")],
+    ext_modules=extensions(),
     cmdclass={"build_ext": BuildLibrary, "egg_info": Metadata, "bdist_wheel": Wheel},
 )

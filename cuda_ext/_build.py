@@ -80,8 +80,9 @@ class BuildConfig:
     @property
     def sources(self) -> list[Path]:
         suffixes = {".cpp", ".cu"} if self.cuda else {".cpp"}
-        emulator = {CSRC / "simt", CSRC / "emulated"}  # built by cuda_ext._emulator
-        found = [path for path in CSRC.rglob("*") if path.suffix in suffixes and path.parent not in emulator]
+        # Built by cuda_ext._emulator and, as a module of one Python, by setup.py.
+        others = {CSRC / "simt", CSRC / "emulated", CSRC / "python"}
+        found = [path for path in CSRC.rglob("*") if path.suffix in suffixes and path.parent not in others]
         left_out = set(HEAD_DIMS) - set(self.head_dims)
         found = [path for path in found if head_dim_of(path) not in left_out]
         return sorted((path for path in found if path.suffix != ".cu" or self.archs_of(path)), key=_build_order)

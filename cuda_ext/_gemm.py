@@ -38,7 +38,7 @@ from torch import Tensor
 
 import cuda_ext._rules  # noqa: F401
 from cuda_ext._checks import check, check_constants
-from cuda_ext._load import ops
+from cuda_ext._load import calls, ops
 
 __all__ = ["batch_invariant", "gated_linear", "gated_mlp", "gemm", "linear", "mlp"]
 
@@ -47,6 +47,7 @@ _linear = ops.linear.default
 _gated_linear = ops.gated_linear.default
 _mlp = ops.mlp.default
 _gated_mlp = ops.gated_mlp.default
+_is_compiling = torch.compiler.is_compiling  # compilers see the ops alone, and no function of `calls`
 
 
 def gemm(
@@ -77,8 +78,10 @@ def gemm(
     Returns:
         ``(..., M, N)``, rounded once from the accumulator.
     """
-    if activation is None and out_dtype is None and type(alpha) is type(beta) is float and alpha == 1.0 == beta:
-        return _gemm(a, b, c, bias)  # on small tensors, keywords cost as much as the rest of the call
+    if not _is_compiling():
+        out = calls.gemm(a, b, c, bias, activation, alpha, beta, out_dtype)
+        if out is not NotImplemented:
+            return out
     check_constants("gemm", alpha=alpha, beta=beta)
     return _gemm(a, b, c, bias, activation=activation, alpha=alpha, beta=beta, out_dtype=out_dtype)
 
@@ -103,8 +106,8 @@ def linear(
     Returns:
         ``(..., N)``.
     """
-    if activation is None:
-        return _linear(input, weight, bias, residual)  # as in gemm
+    if not _is_compiling() and (out := calls.linear(input, weight, bias, residual, activation)) is not NotImplemented:
+        return out
     return _linear(input, weight, bias, residual, activation=activation)
 
 
@@ -124,6 +127,8 @@ def gated_linear(
     Returns:
         ``(..., N)``.
     """
+    if not _is_compiling() and (out := calls.gated_linear(input, weight, bias, activation)) is not NotImplemented:
+        return out
     return _gated_linear(input, weight, bias, activation=activation)
 
 
@@ -154,6 +159,10 @@ def mlp(
     Returns:
         ``(..., N)``.
     """
+    if not _is_compiling():
+        out = calls.mlp(input, weight1, weight2, bias1, bias2, residual, activation)
+        if out is not NotImplemented:
+            return out
     return _mlp(input, weight1, weight2, bias1, bias2, residual, activation=activation)
 
 
@@ -184,6 +193,10 @@ def gated_mlp(
     Returns:
         ``(..., N)``.
     """
+    if not _is_compiling():
+        out = calls.gated_mlp(input, weight1, weight2, bias1, bias2, residual, activation)
+        if out is not NotImplemented:
+            return out
     return _gated_mlp(input, weight1, weight2, bias1, bias2, residual, activation=activation)
 
 

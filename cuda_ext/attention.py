@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext._attention_options import Options, VarlenOptions, Window, op_arguments
-from cuda_ext._load import ops
+from cuda_ext._load import calls, ops
 from cuda_ext._rules.attention_vmap import mapped_where_masks_differ as mapped_where_masks_differ
 from cuda_ext._toolchain import NAMESPACE
 
@@ -28,6 +28,9 @@ __all__ = ["flash_attention", "flash_attention_varlen"]
 attention_op = ops.flash_attention.default
 heads_first_op = ops._flash_attention_heads_first.default
 _attention_varlen = ops.flash_attention_varlen.default
+_is_compiling = torch.compiler.is_compiling  # compilers see the ops alone, and no function of `calls`
+_NO_TENSORS = (None,) * 4
+_NO_NUMBERS = (None, None, None, 0.0, 0.0, None)
 
 
 @overload
@@ -142,11 +145,11 @@ def flash_attention(
         if is_nested:
             return _jagged_attention(query, key, value, return_lse, options)
         out, lse = _call("flash_attention", attention_op, query, key, value, **options)
-    elif causal:
-        # Each argument that reaches the dispatcher costs up to a tenth of a small call.
-        out, lse = attention_op(query, key, value, causal=True)
     else:
-        out, lse = attention_op(query, key, value)
+        pair: Any = NotImplemented
+        if not _is_compiling():
+            pair = calls.flash_attention(query, key, value, *_NO_TENSORS, causal, *_NO_NUMBERS)
+        out, lse = attention_op(query, key, value, causal=causal) if pair is NotImplemented else pair
     return (out, lse) if return_lse else out
 
 

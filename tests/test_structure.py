@@ -29,6 +29,7 @@ LAYERS = {
     },
     "4 public ops": {"public ops": "rules, support", "rules": "support", "support": ""},
     "3 ops in C++": {
+        "python": "ops",
         "emulated": "launchers, attention, gemm, bucket, simt",
         "ops": "launchers, attention, gemm, bucket, cpu, base",
         "launchers": "attention, gemm, bucket",
