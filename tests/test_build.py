@@ -530,7 +530,8 @@ class TestHeadDims:
         kinds = [(phase, dtype) for phase in ("fwd", "bwd") for dtype in ("bf16", "f16")]
         expected = {f"attention_{phase}_sm80_{dtype}_d{dim}.cu" for phase, dtype in kinds for dim in (192, 256)}
         expected |= {name.replace("sm80", "sm90") for name in expected}
-        expected |= {f"attention_cache_sm80_{dtype}_d256.cu" for dtype in ("bf16", "f16")}
+        expected |= {f"attention_cache_sm80_{dtype}_d256.cu" for dtype in ("bf16", "f16", "f32")}
+        expected |= {"attention_fwd_sm80_f32_d256.cu"}
         assert left_out == expected
         # Last, so that a build which is stopped has all others.
         assert {path.name for path in config.sources[-len(expected) :]} == left_out

@@ -2,8 +2,8 @@
 // torch.ops longer than a small product takes. An extension of one Python version, apart from the library, which needs
 // no Python; without it the same calls go through torch.ops.
 //
-// A function takes all arguments of its op by position. It returns NotImplemented, and has done nothing, if it cannot be
-// sure to do what torch.ops would: for subclasses of Tensor, symbolic numbers, arguments of a wrong type, while a
+// A function takes all arguments of its op by position. It returns NotImplemented, and has done nothing, if it cannot
+// be sure to do what torch.ops would: for subclasses of Tensor, symbolic numbers, arguments of a wrong type, while a
 // TorchFunctionMode is active or torch.jit traces. Everything else that can be in the way of a call, such as autograd,
 // autocast, functorch and dispatch modes, is the dispatcher's work.
 #include <Python.h>
