@@ -275,9 +275,7 @@ def parallel_layers() -> None:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(
-    "order", ["cuda_ext.ops, torch.distributed.tensor", "torch.distributed.tensor, cuda_ext.ops"]
-)
+@pytest.mark.parametrize("order", ["cuda_ext.ops, torch.distributed.tensor", "torch.distributed.tensor, cuda_ext.ops"])
 def test_rules_are_registered_in_either_order_and_only_then(order: str, run_python: Callable[..., Any]) -> None:
     code = f"""
 import sys, cuda_ext._rules

@@ -10,7 +10,9 @@
 #include <limits>
 #include <tuple>
 
+#include "attention/head_dims.h"
 #include "ops/attention_autograd.h"
+#include "ops/attention_composed.h"
 #include "ops/attention_params.h"
 #include "ops/backend.h"
 
@@ -115,6 +117,22 @@ std::tuple<Tensor, Tensor> flash_attention_varlen(const Tensor& query, const Ten
   return {std::move(out), std::move(lse)};
 }
 
+bool has_backward_kernel(const CudaKernels& cuda, const Tensor& query, const Tensor& value) {
+  const LaunchScope scope(query.device());
+  return attention::has_backward_kernel(cuda.attention_device().shared_bytes, query.size(-1), value.size(-1));
+}
+
+// What flash_attention_backward returns, where the device has no kernel for it.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> composed_gradients(
+    const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& lse, const OptionalTensor& rng_state, bool needs_grad_bias, const Options& o) {
+  const AttentionGradients g =
+      composed_attention_backward(grad_out, value_or_empty(grad_lse), query, key, value, value_or_empty(rng_state), o);
+  const auto empty = at::empty({0}, lse.options());
+  return {g.query.contiguous(), g.key.contiguous(), g.value.contiguous(), g.sinks.defined() ? g.sinks : empty,
+          needs_grad_bias ? g.bias : empty};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
     const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
     const Tensor& out, const Tensor& lse, const OptionalTensor& rng_state, bool needs_grad_bias,
@@ -136,6 +154,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
 
   const CudaKernels* cuda = cuda_kernels(op, query.device(), query.scalar_type());
   if (cuda != nullptr) check_cuda_attention(op, shape, query);
+  if (cuda != nullptr && !has_backward_kernel(*cuda, query, value))
+    return composed_gradients(grad_out, grad_lse, query, key, value, lse, rng_state, needs_grad_bias, o);
   AttentionBackwardParams p;
   AttentionOperands operands;
   fill_params(p, operands, shape, query, key, value, o, cuda != nullptr);
