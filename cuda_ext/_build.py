@@ -215,7 +215,7 @@ def configure() -> BuildConfig:
     toolkit = choice.toolkit
     cores, memory = toolchain.available_cores(), toolchain.available_memory_gib()
     try:
-        archs = toolchain.choose_archs(_capabilities()) if toolkit else ()
+        archs = choose_archs() if toolkit else ()
         jobs = toolchain.choose_jobs(cores, memory)
         head_dims = choose_head_dims()
     except ValueError as error:
@@ -313,6 +313,13 @@ def _toolkit_requirement() -> str:
         return f"'{toolchain.toolkit_requirement()}'"
     except LookupError:
         return "'cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]'"
+
+
+def choose_archs() -> tuple[str, ...]:
+    """The architectures to compile for; raises ValueError for a wrong TORCH_CUDA_ARCH_LIST."""
+    import torch
+
+    return toolchain.choose_archs(_capabilities(), torch._C._cuda_getArchFlags() or "")
 
 
 def _capabilities() -> list[tuple[int, int]]:

@@ -22,10 +22,10 @@ from pathlib import Path
 
 NAMESPACE = "cuda_ext"  # of the ops in torch.ops; the C++ sources receive it as CUDA_EXT_NAMESPACE
 
-# The baseline kernels need sm_80; 9.0a, unlike 9.0, has the warpgroup instructions of Hopper.
-DEFAULT_ARCHS = ("8.0", "9.0a")
-OLDEST_ARCH = (8, 0)
-NAMED_ARCHS = {"ampere": "8.0;8.6", "ada": "8.9", "hopper": "9.0a", "blackwell": "10.0;12.0"}
+# 7.5 is the first with the instructions that load fragments of tensor cores. 9.0a, unlike 9.0, has the warpgroup
+# instructions of Hopper.
+OLDEST_ARCH = (7, 5)
+NAMED_ARCHS = {"turing": "7.5", "ampere": "8.0;8.6", "ada": "8.9", "hopper": "9.0a", "blackwell": "10.0;12.0"}
 
 # The largest compiler process (an op that includes ATen and the dispatcher), plus a margin.
 MEMORY_PER_JOB_GIB = 1.5
@@ -173,20 +173,43 @@ def arch_list(text: str) -> tuple[str, ...]:
             raise ValueError(f"TORCH_CUDA_ARCH_LIST: expected {expected}; got {entry!r}")
         major, minor, variant, ptx = match.groups(default="")
         if (int(major), int(minor)) < OLDEST_ARCH:
-            raise ValueError(f"TORCH_CUDA_ARCH_LIST: expected 8.0 or newer, got {entry!r}; the kernels need sm_80")
+            raise ValueError(f"TORCH_CUDA_ARCH_LIST: expected 7.5 or newer, got {entry!r}; the kernels need sm_75")
         if (major, minor) == ("9", "0"):
             variant = "a"
         archs.add((int(major), int(minor), variant, ptx))
     return tuple(f"{major}.{minor}{variant}{ptx}" for major, minor, variant, ptx in sorted(archs))
 
 
-def choose_archs(capabilities: Iterable[tuple[int, int]]) -> tuple[str, ...]:
+def choose_archs(capabilities: Iterable[tuple[int, int]], of_torch: str) -> tuple[str, ...]:
     """The architectures to compile for: TORCH_CUDA_ARCH_LIST, else those of `capabilities`, the GPUs of this machine,
-    else DEFAULT_ARCHS."""
+    else `archs_like` those `of_torch`."""
     if listed := os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip():
         return arch_list(listed)
     present = [f"{major}.{minor}" for major, minor in capabilities if (major, minor) >= OLDEST_ARCH]
-    return arch_list(";".join(present)) if present else DEFAULT_ARCHS
+    return arch_list(";".join(present)) if present else archs_like(of_torch)
+
+
+def archs_like(of_torch: str) -> tuple[str, ...]:
+    """The fewest architectures whose code runs on all devices that a torch built for `of_torch` supports.
+
+    `of_torch` is torch's own list, such as "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120". Machine code runs on later
+    versions of the same major version, so the oldest of each is enough; PTX of the newest serves devices after it.
+
+    >>> archs_like("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120")
+    ('7.5', '8.0', '9.0a', '10.0', '12.0+PTX')
+    """
+    oldest: dict[int, tuple[int, int]] = {}
+    for digits in re.findall(r"\bsm_(\d+)", of_torch):
+        arch = (int(digits[:-1]), int(digits[-1]))
+        if arch >= OLDEST_ARCH:
+            oldest[arch[0]] = min(arch, oldest.get(arch[0], arch))
+    if not oldest:
+        raise ValueError(
+            f"expected a torch with CUDA for sm_75 or newer, got one for {of_torch or 'none'}; name the architectures "
+            "in TORCH_CUDA_ARCH_LIST, such as 8.0"
+        )
+    newest = max((major for major in oldest if major != 9), default=0)  # PTX of 9.0a runs on 9.0 alone
+    return arch_list(";".join(f"{x}.{y}" + "+PTX" * (x == newest) for x, y in oldest.values()))
 
 
 def sm_name(arch: str) -> str:

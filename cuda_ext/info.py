@@ -19,7 +19,7 @@ import subprocess
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,18 @@ INSTRUCTION_SETS = (
     "asimd",
     "sve",
 )
+
+
+# How fast the kernels are on each major version: products of 16-bit matrices against the fastest library, attention
+# against the fastest kernels. Measured on an H100 alone (benchmarks/results).
+EXPECTATIONS = {
+    7: "float16 on tensor cores, bfloat16 and float32 in float32 arithmetic, several times slower; not measured",
+    8: "about 0.9 of the fastest, predicted (docs/model.md)",
+    9: "about 0.9 of the fastest, measured on an H100",
+    10: "about 0.3 of the fastest, as others measured of such kernels, without tcgen05: they work, but slowly",
+    12: "about 0.94 of the fastest, as others measured of such kernels",
+}
+HOPPER_WITHOUT_WGMMA = "about 0.6 of the fastest, predicted; build with TORCH_CUDA_ARCH_LIST=9.0a for wgmma"
 
 
 def report() -> dict[str, Any]:
@@ -179,10 +191,31 @@ def _gpu(device: int) -> str:
     has_kernel_image = getattr(getattr(torch.ops, _toolchain.NAMESPACE), "has_kernel_image", None)
     if has_kernel_image is None:
         return f"{name}: no CUDA kernels are loaded"
+    capability, archs = (gpu.major, gpu.minor), _stamp.read()["archs"]
+    if capability < _toolchain.OLDEST_ARCH:
+        return f"{name}: the kernels need compute capability 7.5 or newer"
     if has_kernel_image(device):
-        return f"{name}: the library has kernels for it"
-    archs = ", ".join(_stamp.read()["archs"])
-    return f"{name}: the library was built for {archs}; rebuild it with TORCH_CUDA_ARCH_LIST={gpu.major}.{gpu.minor}"
+        return f"{name}: {_kernels_for(capability, archs)}"
+    (arch,) = _toolchain.arch_list(f"{gpu.major}.{gpu.minor}")
+    return f"{name}: the library was built for {', '.join(archs)}; rebuild it with TORCH_CUDA_ARCH_LIST={arch}"
+
+
+def _kernels_for(capability: tuple[int, int], archs: Sequence[str]) -> str:
+    """Which kernels of a library for `archs`, such as ("8.0", "12.0+PTX"), a GPU runs, and how fast they should be.
+
+    >>> _kernels_for((8, 6), ("8.0", "9.0a"))
+    'mma.sync kernels, compiled for sm_80: about 0.9 of the fastest, predicted (docs/model.md)'
+    """
+    speed = EXPECTATIONS.get(capability[0], "not measured")
+    if capability == (9, 0):
+        if any(_toolchain.sm_name(arch) == "sm_90a" for arch in archs):
+            return f"wgmma kernels, compiled for sm_90a: {speed}"
+        speed = HOPPER_WITHOUT_WGMMA
+    versions = {tuple(map(int, re.findall(r"\d+", arch))): arch for arch in archs}
+    # Machine code runs on the same and later versions of a major version.
+    if code := [version for version in versions if version[0] == capability[0] and version <= capability]:
+        return f"mma.sync kernels, compiled for {_toolchain.sm_name(versions[max(code)])}: {speed}"
+    return f"mma.sync kernels, compiled by the driver when they are first used: {speed}"
 
 
 def _libraries() -> list[str]:

@@ -31,7 +31,18 @@ class _Gpu(NamedTuple):
     shared_kib: int  # of shared memory per SM
 
 
-GPUS = {"a100": _Gpu(80, 108, 164), "4090": _Gpu(89, 128, 100), "h100": _Gpu(90, 132, 228), "h200": _Gpu(90, 132, 228)}
+GPUS = {
+    "t4": _Gpu(75, 40, 64),
+    "a100": _Gpu(80, 108, 164),
+    "3090": _Gpu(86, 82, 100),
+    "l4": _Gpu(89, 58, 100),
+    "4090": _Gpu(89, 128, 100),
+    "h100": _Gpu(90, 132, 228),
+    "h200": _Gpu(90, 132, 228),
+    "b200": _Gpu(100, 148, 228),
+    "5090": _Gpu(120, 170, 100),
+    "spark": _Gpu(121, 48, 100),
+}
 
 _KERNELS = {
     "sm_90": "sm_90, wgmma",
@@ -127,7 +138,8 @@ def gemm_plan(
         a, b, c, bias, activation, alpha, beta, out_dtype: as in `cuda_ext.gemm`.
         residual: as in `cuda_ext.linear`.
         gated: the columns of b are ``[gate, up]``, as in `cuda_ext.gated_linear`; without c.
-        device: a GPU to plan for, "a100", "4090", "h100" or "h200"; default the device of the tensors.
+        device: a GPU to plan for, such as "a100" or "h100" (all: `cuda_ext.plan.GPUS`); default the device of the
+            tensors.
 
     Returns:
         A `GemmPlan`; ``print`` shows it.
@@ -234,7 +246,8 @@ def attention_plan(
         query, key, value: as in `cuda_ext.flash_attention` or, with `cu_seqlens_q` and `cu_seqlens_k`, as in
             `cuda_ext.flash_attention_varlen`.
         backward: plan for the gradients, given a gradient of the output with dense rows; default: for the output.
-        device: a GPU to plan for, "a100", "4090", "h100" or "h200"; default the device of the tensors.
+        device: a GPU to plan for, such as "a100" or "h100" (all: `cuda_ext.plan.GPUS`); default the device of the
+            tensors.
 
     `options`: the remaining arguments of these two functions.
 

@@ -73,6 +73,9 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Iterator[Any]:
 # The backends of the ops: the CPU kernels; the CUDA kernels on the emulator; nvcc's code of the CUDA kernels on the
 # emulator (tests/ptx); and a GPU, if there is one.
 BACKENDS = ("cpu", "simt", "ptx", "ptx_sm_90a", *(["cuda"] if torch.cuda.is_available() else []))
+# What a test on the backend simt draws its device from: every kind of kernel, shared memory and instructions. Half of
+# the tests run the kernels on wgmma.
+SIMT_ARCHS = ("sm_75", "sm_80", "sm_89", "sm_120", *("sm_90a",) * 4)
 # The suites that run on the backend ptx without --full. If a suite has sources for single dtypes, only the listed
 # dtypes are compiled, and tests that draw a dtype do not run.
 PTX_SUITES: dict[str, set[torch.dtype] | None] = {
@@ -87,6 +90,7 @@ NEEDS_FULL = pytest.StashKey[bool]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run all tests, not only those that the commit draws")
+    parser.addoption("--arch", default="", help="the architecture of the backend simt, such as sm_75")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -193,7 +197,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 def backend(request: pytest.FixtureRequest, seeded: None) -> Iterator[str]:
     name = getattr(request, "param", "cpu")
     if name == "simt" or name.startswith("ptx"):
-        with emulation_of(name, request.config.getoption("--full")) as emulation:
+        with emulation_of(name, *map(request.config.getoption, ("--full", "--arch"))) as emulation:
             yield name
         ran = emulation.counters["blocks"] > 0 or request.node.stash.get(NEEDS_FULL, False)
         assert ran or torch.float64 in dtypes(request.node), "the test ran no CUDA kernel"
@@ -204,12 +208,12 @@ def backend(request: pytest.FixtureRequest, seeded: None) -> Iterator[str]:
         yield name
 
 
-def emulation_of(name: str, full: bool) -> AbstractContextManager[testing.Emulation]:
+def emulation_of(name: str, full: bool, arch: str = "") -> AbstractContextManager[testing.Emulation]:
     """Runs the ops on the backend simt, ptx or ptx_sm_90a, with late completion and a random schedule. On simt the
-    device is of either architecture."""
+    device is of any architecture, unless --arch names one."""
     seed = random.randrange(2**31)
     if name == "simt":
-        return testing.emulated(random.choice(("sm_80", "sm_90a")), mode="lazy", schedule="pct", seed=seed)
+        return testing.emulated(arch or random.choice(SIMT_ARCHS), mode="lazy", schedule="pct", seed=seed)
     from ptx import build, kernels
 
     if build.find_toolkit() is None:

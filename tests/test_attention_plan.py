@@ -139,7 +139,7 @@ def test_nothing_to_run_and_the_cpu() -> None:
 def test_what_has_no_kernel_is_composed() -> None:
     with testing.emulated():
         plan = attention_plan(*qkv(1, 5, 5, 1, 1, 300, 12), device="h200")
-        assert plan.kernel == "composed" and "head dims up to 256" in str(plan)
+        assert plan.kernel == "composed" and "kernels up to head dims 256" in str(plan)
         in_float32 = [tensor.float() for tensor in qkv(1, 5, 5, 1, 1, 136, 136)]
         assert attention_plan(*in_float32, device="h200").kernel == "sm_80"
         assert attention_plan(*in_float32, device="h200", backward=True).kernel == "composed"
@@ -150,7 +150,7 @@ def test_bad_arguments() -> None:
     tensors = qkv(1, 5, 5, 1, 1, 8, 8)
     with testing.emulated():
         for options, told in (
-            ({"device": "b200"}, "expected device to be None or one of 'a100', '4090', 'h100', 'h200', got 'b200'"),
+            ({"device": "v100"}, "expected device to be None or one of 't4', 'a100', '3090'"),
             ({"device": "h200", "window": 5}, "expected window to be None or"),
             ({"device": "h200", "softcap": -1.0}, "softcap"),
         ):

@@ -197,9 +197,12 @@ def test_arch_list(text: str, archs: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("7.5", "expected 8.0 or newer, got '7.5'; the kernels need sm_80"),
+        ("7.0", "expected 7.5 or newer, got '7.0'; the kernels need sm_75"),
         ("8.0;Volta", "got 'Volta'"),
-        ("sm_80", "expected entries such as 8.0, 9.0a, 8.6+PTX, or one of Ampere, Ada, Hopper, Blackwell; got 'sm_80'"),
+        (
+            "sm_80",
+            "expected entries such as 8.0, 9.0a, 8.6+PTX, or one of Turing, Ampere, Ada, Hopper, Blackwell; got 'sm_80'",
+        ),
         ("9", "got '9'"),
         ("9.0z", "got '9.0z'"),
         ("8.0+ptx", "got '8.0+ptx'"),
@@ -221,11 +224,34 @@ def test_gencode_flags() -> None:
 
 def test_archs_come_from_the_variable_then_the_gpus_then_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.9")
-    assert _toolchain.choose_archs([(9, 0)]) == ("8.9",)
+    of_torch = "sm_80 sm_90"
+    assert _toolchain.choose_archs([(9, 0)], of_torch) == ("8.9",)
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "")
-    assert _toolchain.choose_archs([(9, 0), (8, 6), (9, 0)]) == ("8.6", "9.0a")
-    assert _toolchain.choose_archs([(7, 5)]) == ("8.0", "9.0a")
-    assert _toolchain.choose_archs([]) == ("8.0", "9.0a")
+    assert _toolchain.choose_archs([(9, 0), (8, 6), (9, 0)], of_torch) == ("8.6", "9.0a")
+    assert _toolchain.choose_archs([(7, 5), (6, 1)], of_torch) == ("7.5",)
+    assert _toolchain.choose_archs([(7, 0)], of_torch) == ("8.0+PTX", "9.0a")
+    assert _toolchain.choose_archs([], of_torch) == ("8.0+PTX", "9.0a")
+
+
+@pytest.mark.parametrize(
+    ("of_torch", "archs"),
+    [
+        ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120", ("7.5", "8.0", "9.0a", "10.0", "12.0+PTX")),
+        ("sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90", ("7.5", "8.0+PTX", "9.0a")),
+        ("sm_80 sm_90 sm_100 sm_110 sm_120 compute_120", ("8.0", "9.0a", "10.0", "11.0", "12.0+PTX")),
+        ("sm_89 sm_86", ("8.6+PTX",)),
+    ],
+)
+def test_without_gpus_the_library_is_for_those_of_torch(of_torch: str, archs: tuple[str, ...]) -> None:
+    """The oldest of each major version, and PTX of the newest that is not for one device alone."""
+    assert _toolchain.archs_like(of_torch) == archs
+
+
+def test_a_torch_for_older_gpus_alone_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="expected a torch with CUDA for sm_75 or newer, got one for sm_50 sm_70; name"
+    ):
+        _toolchain.archs_like("sm_50 sm_70")
 
 
 def test_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +360,7 @@ class TestMakePlan:
         [
             ("CUDA_EXT_CUDA", "yes", "cuda_ext: CUDA_EXT_CUDA: expected auto, 0 or 1, got 'yes'"),
             ("MAX_JOBS", "no", "cuda_ext: MAX_JOBS: expected a positive integer, got 'no'"),
-            ("TORCH_CUDA_ARCH_LIST", "6.0", "cuda_ext: TORCH_CUDA_ARCH_LIST: expected 8.0 or newer, got '6.0'"),
+            ("TORCH_CUDA_ARCH_LIST", "6.0", "cuda_ext: TORCH_CUDA_ARCH_LIST: expected 7.5 or newer, got '6.0'"),
             ("CXX", "no-such-compiler", "cuda_ext: the C++ compiler 'no-such-compiler' does not run; install g++"),
         ],
     )
@@ -901,7 +927,7 @@ runpy.run_path({str(ROOT / "setup.py")!r}, run_name="__main__")
         assert build("1") == {"library.cpp", "device_probe.cu"}
         stamp, has_cuda = load(source)
         assert has_cuda
-        assert stamp["archs"] == list(_toolchain.choose_archs(_build._capabilities()))
+        assert stamp["archs"] == list(_build.choose_archs())
 
         (source / "csrc/launchers/device_probe.h").touch()
         assert build("1") == {"library.cpp", "device_probe.cu"}

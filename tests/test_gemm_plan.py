@@ -175,7 +175,7 @@ DOUBLE = torch.empty(4, 8, dtype=torch.float64, device="meta")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"device": "v100"}, r"gemm_plan: expected device to be None or one of 'a100', .*, got 'v100'"),
+        ({"device": "v100"}, r"gemm_plan: expected device to be None or one of 't4', 'a100', .*, got 'v100'"),
         ({"b": torch.empty(5, 4, device="meta")}, r"gemm_plan: expected b of shape \(\.\.\., 8, N\) to match a"),
         ({"activation": "swish"}, r"gemm_plan: expected activation to be None, 'relu'"),
         ({"bias": torch.empty(3, device="meta")}, r"gemm_plan: expected bias of shape \(4,\), got \(3,\)"),

@@ -782,8 +782,8 @@ def test_output_folder_from_the_environment(tmp_path: Path) -> None:
 def test_builds_for_the_present_gpu() -> None:
     assert machine.arch_of({"device": "NVIDIA H100", "capability": "9.0"}) == "9.0a"
     assert machine.arch_of({"device": "NVIDIA A100", "capability": "8.0"}) == "8.0"
-    with pytest.raises(machine.Refusal, match=r"8\.0 or newer, got Tesla T4 \(7\.5\)"):
-        machine.arch_of({"device": "Tesla T4", "capability": "7.5"})
+    with pytest.raises(machine.Refusal, match=r"7\.5 or newer, got Tesla V100 \(7\.0\)"):
+        machine.arch_of({"device": "Tesla V100", "capability": "7.0"})
 
 
 def test_a_torch_that_does_not_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,30 +101,48 @@ def test_reader_that_stops_reading_and_no_numpy(package_copy: Path) -> None:
     assert (status, done.stderr) == ("0", "")
 
 
-class FakeGpu:
-    name, major, minor, total_memory = "Fake GPU", 8, 6, 24 * 2**30
+ARCHS = ("7.5", "8.0", "8.6", "9.0a", "10.0", "12.0+PTX")
 
 
 @pytest.mark.parametrize(
-    ("has_kernel_image", "verdict"),
+    ("capability", "has_kernel_image", "archs", "verdict"),
     [
-        (None, "no CUDA kernels are loaded"),
-        (lambda device: True, "the library has kernels for it"),
+        ((8, 6), None, ARCHS, "no CUDA kernels are loaded"),
+        ((7, 0), False, ARCHS, "the kernels need compute capability 7.5 or newer"),
         (
-            lambda device: False,
-            "the library was built for 8.0, 9.0a; rebuild it with TORCH_CUDA_ARCH_LIST=8.6",
+            (8, 6),
+            False,
+            ("8.9", "9.0a"),
+            "the library was built for 8.9, 9.0a; rebuild it with TORCH_CUDA_ARCH_LIST=8.6",
         ),
+        ((9, 0), False, ("8.0",), "the library was built for 8.0; rebuild it with TORCH_CUDA_ARCH_LIST=9.0a"),
+        ((7, 5), True, ARCHS, "mma.sync kernels, compiled for sm_75: float16 on tensor cores, bfloat16 and float32"),
+        ((8, 0), True, ARCHS, "mma.sync kernels, compiled for sm_80: about 0.9 of the fastest, predicted"),
+        ((8, 9), True, ARCHS, "mma.sync kernels, compiled for sm_86: about 0.9 of the fastest, predicted"),
+        ((9, 0), True, ARCHS, "wgmma kernels, compiled for sm_90a: about 0.9 of the fastest, measured"),
+        ((9, 0), True, ("8.0+PTX",), "mma.sync kernels, compiled by the driver when they are first used: about 0.6"),
+        ((10, 3), True, ARCHS, "mma.sync kernels, compiled for sm_100: about 0.3 of the fastest"),
+        ((12, 1), True, ARCHS, "mma.sync kernels, compiled for sm_120: about 0.94 of the fastest"),
+        ((13, 0), True, ARCHS, "mma.sync kernels, compiled by the driver when they are first used: not measured"),
     ],
 )
-def test_gpu_is_held_against_the_archs_of_the_library(
-    monkeypatch: pytest.MonkeyPatch, has_kernel_image: Any, verdict: str
+def test_what_a_gpu_runs(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    has_kernel_image: bool | None,
+    archs: tuple[str, ...],
+    verdict: str,
 ) -> None:
-    ops = type("Ops", (), {} if has_kernel_image is None else {"has_kernel_image": staticmethod(has_kernel_image)})
+    major, minor = capability
+    gpu = types.SimpleNamespace(name="Fake GPU", major=major, minor=minor, total_memory=24 * 2**30)
+    probe = staticmethod(lambda device: has_kernel_image)
+    ops = type("Ops", (), {} if has_kernel_image is None else {"has_kernel_image": probe})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: FakeGpu)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(torch.ops, "cuda_ext", ops)
-    monkeypatch.setattr(_stamp, "read", lambda: {"archs": ["8.0", "9.0a"], "sources": ""})
-    assert info.report()["gpus"] == [f"0: Fake GPU, sm_86, 24 GiB: {verdict}"]
+    monkeypatch.setattr(_stamp, "read", lambda: {"archs": list(archs), "sources": ""})
+    (line,) = info.report()["gpus"]
+    assert line.startswith(f"0: Fake GPU, sm_{major}{minor}, 24 GiB: {verdict}")
 
 
 class TestBrokenInstallations:

@@ -51,7 +51,7 @@ def arch_of(environment: dict[str, Any]) -> str:
         (arch,) = _toolchain.arch_list(environment["capability"])
     except ValueError:
         name, capability = environment["device"], environment["capability"]
-        raise Refusal(f"expected a GPU of compute capability 8.0 or newer, got {name} ({capability})") from None
+        raise Refusal(f"expected a GPU of compute capability 7.5 or newer, got {name} ({capability})") from None
     return arch
 
 

@@ -35,19 +35,28 @@ DEVICE half_t from_float<half_t>(float x) {
 template <>
 DEVICE bfloat16_t from_float<bfloat16_t>(float x) {
   bfloat16_t y;
+#if __CUDA_ARCH__ >= 800
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+#else
+  const uint32_t bits = __float_as_uint(x);
+  y.bits = x != x ? 0x7fff : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+#endif
   return y;
 }
 
 // Two elements in one register, `low` in the lower half.
 template <class T>
 DEVICE uint32_t pack(float low, float high) {
+#if __CUDA_ARCH__ >= 800
   uint32_t packed;
   if constexpr (DtypeOf<T>::value == Dtype::kFloat16)
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   else
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
+#else
+  return uint32_t(from_float<T>(high).bits) << 16 | from_float<T>(low).bits;
+#endif
 }
 
 // The nearest tf32 (ties away from zero), as the bits of a float.

@@ -5,9 +5,13 @@
 //   B (16 x 8):  b[0] = (k = 2t..2t+1, n = g)            b[1] = (k = 2t+8.., n = g)
 //   D (16 x 8):  d[0], d[1] = (g, 2t), (g, 2t+1)         d[2], d[3] = (g+8, ..)
 //   tf32, k = 8: a[0] = (g, t)  a[1] = (g+8, t)  a[2] = (g, t+4)  a[3] = (g+8, t+4);  b[0] = (t, g)  b[1] = (t+4, g)
+// The tensor cores of sm_75 multiply only float16, 8 deep. There the same calls take two instructions for float16, and
+// float32 arithmetic for bfloat16 and float32, several times slower than a kernel made for it would be.
 #pragma once
 
+#include "arch/math.cuh"
 #include "arch/memory.cuh"
+#include "arch/warp.cuh"
 
 namespace cuda_ext::arch {
 
@@ -70,9 +74,10 @@ DEVICE void stmatrix(SharedAddress row, const uint32_t (&m)[count], Site = {}) {
 #endif
 }
 
-// d += A (16 x 16) @ B (16 x 8) with exact products and sums in float32. T: half_t or bfloat16_t.
+DEVICE constexpr bool has_sm80_mma() { return kComputeCapability >= 80; }
 template <class T>
-DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site = {}) {
+DEVICE void issue_mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site = {}) {
+#if __CUDA_ARCH__ >= 800
   if constexpr (DtypeOf<T>::value == Dtype::kFloat16)
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -83,14 +88,21 @@ DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
 }
-
-// d += A (16 x 8) @ B (8 x 8) on the upper 19 bits of float32 operands.
-DEVICE void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site = {}) {
+DEVICE void issue_mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site = {}) {
+#if __CUDA_ARCH__ >= 800
   asm volatile(
       "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+// float16, with a (16 x 8): a0 = (g, 2t..2t+1), a1 = (g+8, ..), and b (8 x 8): (k = 2t..2t+1, n = g).
+DEVICE void issue_mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b, Site = {}) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a0), "r"(a1), "r"(b));
 }
 
 #else
@@ -105,14 +117,71 @@ DEVICE void stmatrix(SharedAddress row, const uint32_t (&m)[count], Site site = 
   static_assert(count == 1 || count == 2 || count == 4);
   simt::stmatrix(row, m, count, transposed, site);
 }
+DEVICE bool has_sm80_mma() { return simt::compute_capability() >= 80; }
 template <class T>
-DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site = {}) {
+DEVICE void issue_mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site = {}) {
   simt::mma_m16n8k16(DtypeOf<T>::value == Dtype::kFloat16, d, a, b, site);
 }
-DEVICE void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site = {}) {
+DEVICE void issue_mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site = {}) {
   simt::mma_m16n8k8_tf32(d, a, b, site);
+}
+DEVICE void issue_mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b, Site site = {}) {
+  simt::mma_m16n8k8(d, a0, a1, b, site);
 }
 
 #endif
+
+// d += A @ B in float32 arithmetic, with the fragments of a product of 32 bytes of T along k. Each lane fetches the
+// lines of A and B that it needs from the lanes that have them: rows g and g + 8 of A are in the lanes 4g to 4g + 3,
+// columns 2t and 2t + 1 of B in the lanes 8t to 8t + 7.
+template <class T>
+DEVICE void mma_in_float32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site = {}) {
+  constexpr int kElements = 4 / sizeof(T);  // of a register
+  const auto element = [](uint32_t word, int i) {
+    if constexpr (kElements == 1)
+      return bits_float(word);
+    else
+      return i == 0 ? unpack_low<T>(word) : unpack_high<T>(word);
+  };
+  const int first_a = lane_index() / 4 * 4, first_b = lane_index() % 4 * 8;
+#pragma unroll 1  // kernels have hundreds of these products
+  for (int t = 0; t < 4; ++t) {
+    uint32_t rows[4], columns[2][2];
+#pragma unroll
+    for (int q = 0; q < 4; ++q) rows[q] = shuffle(a[q], first_a + t, kFullWarp, site);
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int q = 0; q < 2; ++q) columns[n][q] = shuffle(b[q], first_b + 4 * n + t, kFullWarp, site);
+#pragma unroll
+    for (int q = 0; q < 2; ++q)
+#pragma unroll
+      for (int i = 0; i < kElements; ++i)
+#pragma unroll
+        for (int at = 0; at < 4; ++at)
+          d[at] = fma(element(rows[2 * q + at / 2], i), element(columns[at % 2][q], i), d[at]);
+  }
+}
+
+// d += A (16 x 16) @ B (16 x 8) with exact products and sums in float32. T: half_t or bfloat16_t.
+template <class T>
+DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site = {}) {
+  if (has_sm80_mma()) {
+    issue_mma_m16n8k16<T>(d, a, b, site);
+  } else if constexpr (DtypeOf<T>::value == Dtype::kFloat16) {
+    issue_mma_m16n8k8(d, a[0], a[1], b[0], site);
+    issue_mma_m16n8k8(d, a[2], a[3], b[1], site);
+  } else {
+    mma_in_float32<T>(d, a, b, site);
+  }
+}
+
+// d += A (16 x 8) @ B (8 x 8) on the upper 19 bits of float32 operands, or on all bits unless has_sm80_mma().
+DEVICE void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site = {}) {
+  if (has_sm80_mma())
+    issue_mma_m16n8k8_tf32(d, a, b, site);
+  else
+    mma_in_float32<float>(d, a, b, site);
+}
 
 }  // namespace cuda_ext::arch

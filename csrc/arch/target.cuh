@@ -3,8 +3,10 @@
 // Kernels use only these functions and macros: no asm, no <<<>>>, no bare __shared__, no spin loops.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
+#include "base/device.h"
 #include "base/dtype.h"
 #include "base/host_device.h"
 
@@ -13,9 +15,13 @@
 #define DEVICE __device__ __forceinline__
 #define GLOBAL(threads, min_blocks) __global__ void __launch_bounds__(threads, min_blocks)
 #define GRID_CONSTANT const __grid_constant__
-// Declares `name` as the block's dynamic shared memory, one struct; static shared memory is not used.
-#define SHARED_STORAGE(Storage, name)                                      \
-  extern __shared__ __align__(1024) unsigned char cuda_ext_shared_bytes[]; \
+// Declares `name` as the block's dynamic shared memory, one struct; static shared memory is not used. A kernel that
+// needs more than the architecture has is never launched there; it returns at once, so that it takes no space.
+#define SHARED_STORAGE(Storage, name)                                                                              \
+  if constexpr (cuda_ext::arch::kComputeCapability != 0 &&                                                         \
+                sizeof(Storage) > size_t(cuda_ext::rt::shared_bytes_of_block(cuda_ext::arch::kComputeCapability))) \
+    return;                                                                                                        \
+  extern __shared__ __align__(1024) unsigned char cuda_ext_shared_bytes[];                                         \
   Storage& name = *reinterpret_cast<Storage*>(cuda_ext_shared_bytes)
 
 namespace cuda_ext {
@@ -35,6 +41,14 @@ struct Site {};
 #endif
 
 namespace cuda_ext::arch {
+
+// The compute capability that is compiled for, such as 86 for 8.6; 0 if it is not known: in the emulator, and when nvcc
+// reads kernels for the host.
+#if defined(__CUDA_ARCH__)
+constexpr int kComputeCapability = __CUDA_ARCH__ / 10;
+#else
+constexpr int kComputeCapability = 0;
+#endif
 
 // A 32-bit address in shared memory, the form that instructions take.
 using SharedAddress = uint32_t;

@@ -51,6 +51,7 @@ struct Backward {
   static constexpr bool kWithOptions = with_options;
   static constexpr int kThreads = config.threads();
   static constexpr int kMinBlocks = config.min_blocks;
+  static constexpr bool kIsNeeded = is_needed<T>(config, arch::kComputeCapability);
   static constexpr int kBlockM = config.block_m;
   static constexpr int kBlockN = config.block_n;
   static constexpr int kSplit = config.warps / config.key_warps;
@@ -97,6 +98,7 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   constexpr int kThreads = Kernel::kThreads, kBlockM = Kernel::kBlockM, kBlockN = Kernel::kBlockN;
   constexpr int kSplit = Kernel::kSplit;
   using Storage = typename Kernel::Storage;
+  if constexpr (!Kernel::kIsNeeded) return;
   SHARED_STORAGE(Storage, shared);
 
   QueryTile tile;

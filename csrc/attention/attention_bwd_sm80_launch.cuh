@@ -40,8 +40,15 @@ auto with_backward(const AttentionBackwardParams& p, const rt::Device& device, c
   const auto with = [&]<BackwardConfig config>() {
     return has_options(p) ? f(Backward<T, config, true>{}) : f(Backward<T, config, false>{});
   };
-  if (tile.uses_large(device.shared_bytes)) return with.template operator()<tile.config(true)>();
-  return with.template operator()<tile.config(false)>();
+  // On an SM of 228, 100 or 64 KiB.
+  if (tile.uses_large(device.shared_bytes)) return with.template operator()<tile.config(228 << 10)>();
+  if (!is_small(device.shared_bytes)) return with.template operator()<tile.config(100 << 10)>();
+  constexpr HeadDims most = most_head_dims(sizeof(T) == 4, /*backward=*/true, 64 << 10);
+  if constexpr (dim <= most.dim) return with.template operator()<tile.config(64 << 10)>();
+  throw std::invalid_argument(
+      "expected head dims of at most " + std::to_string(most.dim) + " (query and key) and " +
+      std::to_string(most.dim_v) + " (value) on sm_" + std::to_string(device.compute_capability) +
+      ", whose blocks have 64 KiB of shared memory, got " + std::to_string(p.dim) + " and " + std::to_string(p.dim_v));
 }
 
 template <class T, int dim>

@@ -36,6 +36,7 @@ struct CacheForward {
   using Element = T;
   static constexpr int kThreads = config.threads();
   static constexpr int kMinBlocks = config.min_blocks;
+  static constexpr bool kIsNeeded = is_needed<T>(config, arch::kComputeCapability);
   static constexpr int kBlockM = config.block_m, kBlockN = config.block_n;
   static constexpr int kRowWarps = kBlockM / 16, kKeyWarps = config.key_warps;
   static constexpr int kWarpKeys = kBlockN / kKeyWarps;
@@ -314,6 +315,7 @@ DEVICE void attend_cached(const CachedAttentionParams& p, const CachePlan& plan,
 template <class Kernel>
 GLOBAL(Kernel::kThreads, Kernel::kMinBlocks)
 attention_cache_sm80(GRID_CONSTANT CachedAttentionParams p, GRID_CONSTANT CachePlan plan) {
+  if constexpr (!Kernel::kIsNeeded) return;
   SHARED_STORAGE(typename Kernel::Storage, shared);
   CacheItems<Kernel::kBlockN> items(p, plan);
 #pragma unroll 1

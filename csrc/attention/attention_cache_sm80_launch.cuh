@@ -9,11 +9,15 @@ namespace cuda_ext::attention::sm80 {
 
 // Calls f(CacheForward<..>{}) with the instantiation for the rows of a key head.
 template <class T, int dim, class F>
-auto with_cache_kernel(const CachedAttentionParams& p, const F& f) {
+auto with_cache_kernel(const CachedAttentionParams& p, const rt::Device& device, const F& f) {
   constexpr const CacheTile& tile = tile_of(kCacheTilesOf<T>, dim);
-  if (p.seqlen_q * (p.heads / p.heads_kv) <= 2 * tile.few.block_m)
-    return f(CacheForward<T, tile.config(false)>{}, tile.config(false));
-  return f(CacheForward<T, tile.config(true)>{}, tile.config(true));
+  const auto with = [&]<CacheConfig config>() { return f(CacheForward<T, config>{}, config); };
+  const bool has_many = p.seqlen_q * (p.heads / p.heads_kv) > 2 * tile.few.block_m;
+  if (is_small(device.shared_bytes))
+    return has_many ? with.template operator()<tile.config(true, true)>()
+                    : with.template operator()<tile.config(false, true)>();
+  return has_many ? with.template operator()<tile.config(true, false)>()
+                  : with.template operator()<tile.config(false, false)>();
 }
 
 // As many blocks as run at once, or fewer if there is less work.
@@ -28,9 +32,9 @@ template <class T, int dim>
 void CacheLauncher<T, dim>::launch(const CachedAttentionParams& params, const AllocateWorkspace& allocate,
                                    void* stream) {
   if (is_empty(params)) return;
-  with_cache_kernel<T, dim>(params, [&]<class Kernel>(Kernel, const CacheConfig& config) {
-    constexpr char kName[] = "attention_cache_sm80";
-    const rt::Device device = rt::describe_device(kName);
+  constexpr char kName[] = "attention_cache_sm80";
+  const rt::Device device = rt::describe_device(kName);
+  with_cache_kernel<T, dim>(params, device, [&]<class Kernel>(Kernel, const CacheConfig& config) {
     CachePlan plan = plan_cache(params, config, device);
     provide_workspace(kName, allocate, [&](void* data) { return assign_workspace(params, data, plan); });
     rt::launch<attention_cache_sm80<Kernel>>(kName,

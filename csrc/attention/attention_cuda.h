@@ -10,11 +10,10 @@
 
 namespace cuda_ext {
 
-// Whether there are kernels for a dtype and head dims; those of other than multiples of 8 are padded.
-inline bool attention_cuda_runs(Dtype dtype, int64_t dim, int64_t dim_v, bool backward) {
-  const int most =
-      dtype == Dtype::kFloat32 && backward ? attention::kMaxFloat32BackwardHeadDim : attention::kMaxHeadDim;
-  return dtype != Dtype::kFloat64 && dim <= most && dim_v <= most;
+// Whether there are kernels for a dtype and head dims, on SMs of so much shared memory; head dims that are not
+// multiples of 8 are padded.
+inline bool attention_cuda_runs(Dtype dtype, int64_t dim, int64_t dim_v, bool backward, int64_t sm_bytes) {
+  return dtype != Dtype::kFloat64 && attention::has_kernel(dtype == Dtype::kFloat32, backward, sm_bytes, dim, dim_v);
 }
 
 // Whether the kernels can read a view in place: rows must be aligned to 16 bytes.

@@ -42,6 +42,7 @@ struct Forward {
   static constexpr bool kWithOptions = with_options;
   static constexpr int kThreads = config.threads();
   static constexpr int kMinBlocks = config.min_blocks;
+  static constexpr bool kIsNeeded = is_needed<T>(config, with_options, block_n, arch::kComputeCapability);
   static constexpr int kBlockM = config.block_m;
   static constexpr int kBlockN = block_n;
 
@@ -82,6 +83,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
   using TileOut = typename Kernel::TileOut;
   using Storage = typename Kernel::Storage;
   constexpr int kRowTiles = Kernel::kRowTiles, kBlockN = Kernel::kBlockN;
+  if constexpr (!Kernel::kIsNeeded) return;
   SHARED_STORAGE(Storage, shared);
 
   if constexpr (Kernel::kWithOptions)

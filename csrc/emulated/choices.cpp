@@ -151,10 +151,10 @@ struct ForwardTileSm90 {
 template <class T, int dim>
 struct ForwardTile {
   static AttentionChoice choose(const AttentionParams& p, const rt::Device& device) {
-    constexpr const attention::sm80::ForwardConfig& config =
-        attention::tile_of(attention::sm80::kForwardTilesOf<T>, dim);
-    const attention::ForwardPlan plan = attention::sm80::plan_forward(p, config, device);
-    return attention::sm80::with_forward<T, dim>(p, plan, [&]<class Kernel>(Kernel) {
+    using namespace attention::sm80;
+    const ForwardConfig config = forward_tile<T>(dim, attention::is_small(device.shared_bytes));
+    const attention::ForwardPlan plan = plan_forward(p, config, device);
+    return with_forward<T, dim>(p, plan, device, [&]<class Kernel>(Kernel) {
       return forward_choice<Kernel>(p, plan, attention_tile<Kernel>(config.dim, config.dim_v, Kernel::kMinBlocks, 1));
     });
   }
@@ -236,7 +236,7 @@ template <class T, int dim>
 struct CacheChooser {
   static CacheChoice choose(const CachedAttentionParams& p, const std::vector<int>& lengths, const rt::Device& device) {
     return attention::sm80::with_cache_kernel<T, dim>(
-        p, [&]<class Kernel>(Kernel, const attention::sm80::CacheConfig& config) {
+        p, device, [&]<class Kernel>(Kernel, const attention::sm80::CacheConfig& config) {
           const attention::CachePlan plan = attention::plan_cache(p, config, device);
           CacheChoice choice{typeid(Kernel).name(),
                              attention_tile<Kernel>(config.dim, config.dim_v, config.min_blocks, 2),

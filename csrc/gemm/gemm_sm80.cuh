@@ -85,6 +85,7 @@ struct Gemm {
     };
     uint32_t arrived;  // split k: the number of blocks of this tile that arrived before this one
   };
+  static_assert(sizeof(Storage) == config.shared_bytes(sizeof(T)));
 
   using Accumulators = float[kRows][kColumns][4];
 
@@ -106,6 +107,7 @@ struct Gemm {
 
     // Converts the loaded fragments, so that `multiply` can start at once.
     DEVICE void prepare() {
+      if (!arch::has_sm80_mma()) return;  // float32 operands are multiplied in float32 arithmetic
       if constexpr (arithmetic == Arithmetic::kThreeTf32) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
@@ -127,7 +129,7 @@ struct Gemm {
     }
 
     DEVICE void multiply(Accumulators& sums) const {
-      if constexpr (arithmetic == Arithmetic::kThreeTf32)
+      if (arithmetic == Arithmetic::kThreeTf32 && arch::has_sm80_mma())
         multiply_three_tf32(sums);
       else
         multiply_once(sums);
@@ -402,7 +404,8 @@ gemm_sm80(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan) {
     if (!plan.in_float32) multiply_tiles<Gemm>(params, plan, position, shared, sums);
     position = tile_at(arch::opaque_block_x());  // recomputed, because the products leave no registers to keep it
     // An infinity or NaN may be the method's, not the product's.
-    if (plan.in_float32 || !Gemm::are_finite(sums)) multiply_in_float32<Gemm>(params, plan, position, sums);
+    if (plan.in_float32 || (arch::has_sm80_mma() && !Gemm::are_finite(sums)))
+      multiply_in_float32<Gemm>(params, plan, position, sums);
   } else {
     multiply_tiles<Gemm>(params, plan, position, shared, sums);
   }

@@ -19,18 +19,27 @@ struct Rates {
   int num_sms;
   double multiply_adds[kNumArithmetics];  // through mma.sync
   double l2_bytes;                        // when all SMs read
-  static constexpr double kSharedBytes = 128;
+  int block_shared_bytes;                 // shared memory that a block may have
+  double shared_bytes = 128;              // read from shared memory
 };
 
 // Published or measured by others (L2: te42kyfo/gpu-benches), for one device per architecture; only their ratios
 // matter.
 inline Rates rates_of(const rt::Device& device) {
-  // H100. mma.sync reaches 63 % of its 2048 multiply-adds.
-  if (device.compute_capability >= 90) return {device.num_sms, {1300, 650, 650.0 / 3}, 36};
-  // RTX 4090.
-  if (device.compute_capability >= 86) return {device.num_sms, {256, 128, 128.0 / 3}, 16};
-  // A100.
-  return {device.num_sms, {1024, 512, 512.0 / 3}, 36};
+  const int block = rt::shared_bytes_of_block(device.compute_capability);
+  switch (device.compute_capability) {
+    // T4 (Jia et al., arXiv 1903.07486). float32 is multiplied in float32 arithmetic, at the rate of the shuffles.
+    case 75: return {device.num_sms, {512, 16, 16}, 20, block, 64};
+    // RTX 4090; RTX 3090 and 5090 have the same rates.
+    case 86:
+    case 89:
+    case 120:
+    case 121: return {device.num_sms, {256, 128, 128.0 / 3}, 16, block};
+    // H100. mma.sync reaches 63 % of its 2048 multiply-adds.
+    case 90: return {device.num_sms, {1300, 650, 650.0 / 3}, 36, block};
+    // A100. On a B200, mma.sync reaches 75 % of these multiply-adds (409 TFLOP/s).
+    default: return {device.num_sms, {1024, 512, 512.0 / 3}, 36, block};
+  }
 }
 
 // `line_stride` in elements; `gate_columns`: 0 if there are no gate and up; `extent`: of the tile.
@@ -67,7 +76,7 @@ inline TileCost cost_of_k_tile(const GemmConfig& tile, Arithmetic arithmetic, co
   const double written = (tile.block_m + tile.block_n) * depth_bytes;
   const double read = (tile.block_m * tile.warps_n + tile.block_n * tile.warps_m) * depth_bytes;
   return {double(tile.block_m) * tile.block_n * tile.block_k / rates.multiply_adds[int(arithmetic)],
-          written / rates.l2_bytes, (written + read) / Rates::kSharedBytes};
+          written / rates.l2_bytes, (written + read) / rates.shared_bytes};
 }
 
 // Predicted cycles until the busiest SM has finished. At the end, the sums of a tile are written; if k is split, they
@@ -100,6 +109,7 @@ inline GemmPlan choose_plan(const GemmParams& params, Arithmetic arithmetic, con
   for (int shape = 0; shape < kNumShapes[int(arithmetic)]; ++shape) {
     if (only.config >= 0 && shape != only.config) continue;
     const GemmConfig& tile = kTiles[int(arithmetic)][shape];
+    if (tile.shared_bytes(element_bytes(arithmetic)) > rates.block_shared_bytes) continue;
     const int64_t row_tiles = ceil_div(params.m, tile.block_m);
     const int64_t column_tiles = ceil_div(params.n, gate_up ? tile.block_n / 2 : tile.block_n);
     const int64_t k_tiles = ceil_div(params.k, tile.block_k);

@@ -18,6 +18,10 @@ struct GemmConfig {
   int min_blocks;  // per SM, which limits the registers
 
   constexpr int threads() const { return 32 * warps_m * warps_n; }
+  // Shared memory of a block: the stages, and its arrival at a split of k.
+  constexpr int shared_bytes(int element_bytes) const {
+    return stages * (block_m + block_n) * block_k * element_bytes + 128;
+  }
 };
 
 // How fragments are multiplied: 16-bit ones directly, float32 ones as tf32 in one or three products.
@@ -25,8 +29,8 @@ enum class Arithmetic { k16Bit, kTf32, kThreeTf32 };
 constexpr int kNumArithmetics = 3;
 constexpr int element_bytes(Arithmetic arithmetic) { return arithmetic == Arithmetic::k16Bit ? 2 : 4; }
 
-// The shapes of each arithmetic, from large to small. All fit in the 99 KiB of shared memory of sm_86 and sm_89,
-// several blocks where min_blocks > 1.
+// The shapes of each arithmetic, from large to small. All fit in the 99 KiB of shared memory of sm_86, sm_89 and
+// sm_120, several blocks where min_blocks > 1; the 64 KiB of sm_75 hold one block of any but the first.
 constexpr int kMaxShapes = 3;
 constexpr int kNumShapes[kNumArithmetics] = {3, 3, 2};
 constexpr GemmConfig kTiles[kNumArithmetics][kMaxShapes] = {

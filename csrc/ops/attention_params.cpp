@@ -80,6 +80,12 @@ double scale_of(const AttentionOptions& o, const AttentionShape& shape) {
 
 }  // namespace
 
+bool has_attention_kernel(const CudaKernels& cuda, const Tensor& query, const AttentionShape& shape, bool backward) {
+  const LaunchScope scope(query.device());
+  return attention_cuda_runs(to_dtype(query.scalar_type()), shape.dim, shape.dim_v, backward,
+                             cuda.attention_device().shared_bytes);
+}
+
 Tensor padded(const Tensor& tensor) {
   return at::constant_pad_nd(tensor, {0, padded_dim(tensor.size(-1)) - tensor.size(-1)});
 }

@@ -48,9 +48,20 @@ Answer attention_plan(const Tensor& query, const Tensor& key, const Tensor& valu
   TORCH_CHECK_NOT_IMPLEMENTED(kernels != nullptr, CUDA_EXT_OP(""), op,
                               ": expected a build with CUDA kernels, or the emulator, to plan for a named device; call "
                               "it inside `with cuda_ext.testing.emulated():`");
-  if (!attention_cuda_runs(to_dtype(query.scalar_type()), shape.dim, shape.dim_v, backward))
-    return {"composed", "there are kernels for at most 32 bits and head dims up to 256, in float32 backward up to 128",
+  const rt::Device device = [&] {
+    if (named) return rt::Device{int(compute_capability), int(num_sms), int(shared_bytes)};
+    const LaunchScope scope(query.device());
+    return kernels->attention_device();
+  }();
+  const Dtype type = to_dtype(query.scalar_type());
+  if (!attention_cuda_runs(type, shape.dim, shape.dim_v, backward, device.shared_bytes)) {
+    const attention::HeadDims most = attention::most_head_dims(type == Dtype::kFloat32, backward, device.shared_bytes);
+    const std::string dims =
+        std::to_string(most.dim) + " of query and key, " + std::to_string(most.dim_v) + " of value";
+    return {"composed",
+            type == Dtype::kFloat64 ? "there are no kernels for float64" : "there are kernels up to head dims " + dims,
             Numbers()};
+  }
   AttentionBackwardParams p;
   AttentionOperands operands;
   fill_params(p, operands, shape, query, key, value, o, true);
@@ -61,12 +72,8 @@ Answer attention_plan(const Tensor& query, const Tensor& key, const Tensor& valu
   std::string refusal;
   AttentionPlan plan;
   launch_for(op, [&] {
-    if (named) {
-      plan = kernels->plan_attention(p, backward, {int(compute_capability), int(num_sms), int(shared_bytes)}, refusal);
-    } else {
-      const LaunchScope scope(query.device());
-      plan = kernels->plan_attention(p, backward, kernels->attention_device(), refusal);
-    }
+    const LaunchScope scope(query.device());
+    plan = kernels->plan_attention(p, backward, device, refusal);
   });
   if (plan.dim == 0) return {"none", "", Numbers()};
   return {refusal.empty() ? "sm_90" : "sm_80", refusal, numbers_of(plan)};

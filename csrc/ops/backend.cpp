@@ -66,6 +66,8 @@ bool has_kernel_image(at::Device device) {
 void check_architecture(const char* op, at::Device device) {
   if (has_kernel_image(device)) return;
   const int capability = cuda::compute_capability(device.index());
+  CUDA_EXT_CHECK(capability >= 75, op, "expected a device of compute capability 7.5 or newer, got ", device,
+                 ", which is sm_", capability, "; move the tensors to the CPU with .cpu()");
   CUDA_EXT_CHECK(false, op, "expected a device of the architectures that cuda_ext was built for, ", CUDA_EXT_CUDA_ARCHS,
                  ", got ", device, ", which is sm_", capability,
                  "; rebuild with TORCH_CUDA_ARCH_LIST=", capability / 10, ".", capability % 10,

@@ -135,8 +135,10 @@ Outcome tensors_outcome(const Tensor& query, const Tensor& key, const Tensor& va
   if (!is_floating(type) || kernels == Kernels::kNone) return kTensors;
   if (kernels == Kernels::kCpu) return TORCH_GUARD_OR_FALSE(query.sym_size(-1).sym_gt(0)) ? kServed : kHeadDim;
   if (type == at::kDouble) return kTensors;
+  constexpr int64_t kUsualSharedBytes = 100 << 10;  // on sm_75, with less, some are then composed
   const std::optional<int64_t> dim = query.sym_size(-1).maybe_as_int(), dim_v = value.sym_size(-1).maybe_as_int();
-  return dim.value_or(0) > 0 && dim_v.value_or(0) > 0 && attention_cuda_runs(to_dtype(type), *dim, *dim_v, true)
+  return dim.value_or(0) > 0 && dim_v.value_or(0) > 0 &&
+                 attention_cuda_runs(to_dtype(type), *dim, *dim_v, /*backward=*/true, kUsualSharedBytes)
              ? kServed
              : kHeadDim;
 }

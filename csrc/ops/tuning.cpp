@@ -79,6 +79,7 @@ std::vector<Restriction> candidates_of(const CudaKernels& kernels, const GemmPar
     const sm80::Rates rates = sm80::rates_of(kernels.gemm_device());
     for (int shape = 0; shape < sm80::kNumShapes[int(arithmetic)]; ++shape) {
       const sm80::GemmPlan plan = sm80::choose_plan(params, arithmetic, rates, {.config = shape, .sm80 = true});
+      if (plan.shape != shape) continue;  // the device has too little shared memory
       const double cycles = sm80::expected_cycles(plan, sm80::kTiles[int(arithmetic)][shape], arithmetic, rates);
       found.push_back({cycles, {.config = shape, .splits = plan.splits, .sm80 = true}});
     }

@@ -81,6 +81,7 @@ void ldmatrix(uint32_t* m, int count, bool transposed, SharedAddress row, Site s
 void stmatrix(SharedAddress row, const uint32_t* m, int count, bool transposed, Site site);
 void mma_m16n8k16(bool float16, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site);
 void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site);
+void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b, Site site);  // float16
 
 // mbarriers.
 void barrier_init(uint64_t* word, int arrivals, Site site);

@@ -82,6 +82,7 @@ void check_barriers(Block& block) {
 }
 
 void barrier_init(uint64_t* word, int arrivals, Site site) {
+  machine->require(80, "barrier_init", site);
   const SharedAddress address = machine->address_of(word);
   machine->shared(address, 8, 8, "barrier_init", site);
   if (arrivals < 1 || arrivals >= 1 << 20)

@@ -9,6 +9,7 @@ int cluster_rank() { return machine->current().block->rank; }
 int cluster_size() { return int(machine->current().block->cluster->blocks.size()); }
 
 SharedAddress mapa(SharedAddress address, int rank, Site site) {
+  machine->require(80, "mapa", site);
   machine->shared(address, 1, 1, "mapa", site);
   machine->block_of_rank(rank, "mapa", site);
   return address | SharedAddress(rank + 1) << kRankShift;
@@ -31,6 +32,7 @@ void end_cluster_phase_if_complete(Cluster& cluster) {
 }
 
 void cluster_arrive(bool relaxed, Site site) {
+  machine->require(80, "cluster_arrive", site);
   const char* const instruction = relaxed ? "cluster_arrive_relaxed" : "cluster_arrive";
   if (!machine->synchronizes(instruction, site)) return;
   Fiber& self = machine->current();

@@ -79,6 +79,10 @@ void Machine::fail(const char* instruction, Site site, const char* format, ...) 
 }
 
 // Abandons the fibers without unwinding: kernels own no resources.
+void Machine::refuse_instruction(const char* instruction, Site site) {
+  fail(instruction, site, "sm_%d has no such instruction", options_.compute_capability);
+}
+
 void Machine::fail_with(const std::string& message) {
   failure_ = message;
   void* abandoned;

@@ -66,8 +66,9 @@ void launch(const char* kernel, const Geometry& geometry, const std::function<vo
   if (geometry.block < 1 || geometry.block > kMaxThreads)
     refuse("a block of " + std::to_string(geometry.block) + " threads; a block has 1 to 1024");
   // With compute capability 80, the default, kernels for sm_90 can be launched too.
-  const uint32_t shared_limit =
-      options().compute_capability == 80 ? kMaxSharedBytes : uint32_t(options().shared_bytes()) - 1024;
+  const uint32_t shared_limit = options().compute_capability == 80
+                                    ? kMaxSharedBytes
+                                    : uint32_t(rt::shared_bytes_of_block(options().compute_capability));
   if (geometry.shared_bytes > shared_limit)
     refuse(std::to_string(geometry.shared_bytes) + " bytes of shared memory; a block has at most " +
            std::to_string(shared_limit));

@@ -93,6 +93,16 @@ class Machine {
   // Ends the launch with an error that names the current fiber.
   [[noreturn]] void fail(const char* instruction, Site site, const char* format, ...)
       __attribute__((format(printf, 4, 5)));
+  // Fails if the device lacks the instruction, which compute capability `first` introduced. Those of sm_90 pass 80,
+  // because the default device runs kernels for sm_90 too.
+  void require(int first, const char* instruction, Site site) {
+    if (options_.compute_capability < first) refuse_instruction(instruction, site);
+  }
+  // wgmma is neither before nor after sm_90a.
+  void require_wgmma(const char* instruction, Site site) {
+    const int capability = options_.compute_capability;
+    if (capability != 90 && capability != 80) refuse_instruction(instruction, site);
+  }
   Instruction global_access{nullptr, kNoSite};  // that the emulator is executing; for faults
   // Ends the launch after a segmentation fault of the current fiber.
   [[noreturn]] void bad_memory(const void* memory, const void* code);
@@ -113,6 +123,7 @@ class Machine {
   void switch_to(Fiber* next);
   void draw_priority(Warp& warp);
   [[noreturn]] void fail_with(const std::string& message);
+  [[noreturn]] void refuse_instruction(const char* instruction, Site site);
   std::string deadlock_table() const;
   std::string describe_barrier(const Fiber& fiber) const;
   WarpCollective& join_warp_collective(const char* instruction, Site site, uint32_t mask);

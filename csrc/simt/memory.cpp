@@ -173,6 +173,7 @@ void perform(const AsyncCopy& copy) {
 }  // namespace
 
 void cp_async(SharedAddress shared, const void* global, int bytes, int valid, Site site) {
+  machine->require(80, "cp_async", site);
   std::byte* to = machine->shared(shared, bytes, bytes, "cp_async", site);
   if (valid < 0 || valid > bytes) machine->fail("cp_async", site, "expected 0 to %d valid bytes, got %d", bytes, valid);
   machine->count(Count::kCpAsyncBytes) += uint64_t(bytes);

@@ -95,6 +95,9 @@ struct MmaArguments {
 
 enum class MmaType { kFloat16, kBFloat16, kTf32 };
 
+// k of a product of two registers of A by one of B.
+int half_depth(MmaType type) { return type == MmaType::kTf32 ? 4 : 8; }
+
 // The fragments of all lanes of a warp. Register i of lanes 0 to 31, in this order, is an 8-row matrix with rows of 16
 // bytes: part of A, part of B transposed, or pairs of columns of D.
 struct MmaFragments {
@@ -123,44 +126,45 @@ inline void convert(MmaType type, const uint32_t (&words)[kLanes], float* out, i
     for (int i = 0; i < kRowHalves; ++i) out[row * row_step + i * step] = values[row * kRowHalves + i];
 }
 
-// D (16, 8) += A (16, k) @ B (k, 8), summed in order of k.
+// D (16, 8) += A (16, k) @ B (k, 8), summed in order of k. `halves` of the depth of A and B are in use.
 CUDA_EXT_SIMT_CLONES
-void multiply(MmaType type, MmaFragments& m) {
+void multiply(MmaType type, int halves, MmaFragments& m) {
   using Eight = float __attribute__((vector_size(32)));
   constexpr int kBlock = 4;  // rows at a time: independent additions hide each other's latency
-  const int k = type == MmaType::kTf32 ? 8 : 16;
+  const int half = half_depth(type), k = halves * half;
   float a[16][16], b[16][8];
-  for (int i = 0; i < 4; ++i) convert(type, m.a[i], &a[i % 2 * 8][i / 2 * k / 2], 16, 1);
-  for (int i = 0; i < 2; ++i) convert(type, m.b[i], &b[i * k / 2][0], 1, 8);
-  for (int half = 0; half < 2; ++half) {
+  for (int i = 0; i < 2 * halves; ++i) convert(type, m.a[i], &a[i % 2 * 8][i / 2 * half], 16, 1);
+  for (int i = 0; i < halves; ++i) convert(type, m.b[i], &b[i * half][0], 1, 8);
+  for (int upper = 0; upper < 2; ++upper) {  // rows
     for (int first = 0; first < kRows; first += kBlock) {
-      float* const d = &m.d[half][first * 4][0];
+      float* const d = &m.d[upper][first * 4][0];
       Eight sum[kBlock];
       std::memcpy(sum, d, sizeof sum);
       for (int p = 0; p < k; ++p) {
         Eight row_of_b;
         std::memcpy(&row_of_b, b[p], sizeof row_of_b);
 #pragma GCC unroll 4
-        for (int r = 0; r < kBlock; ++r) sum[r] += a[half * 8 + first + r][p] * row_of_b;
+        for (int r = 0; r < kBlock; ++r) sum[r] += a[upper * 8 + first + r][p] * row_of_b;
       }
       std::memcpy(d, sum, sizeof sum);
     }
   }
 }
 
-void mma(const char* instruction, MmaType type, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+void mma(const char* instruction, MmaType type, int halves, float (&d)[4], const uint32_t* a, const uint32_t* b,
          Site site) {
+  if (halves == 2) machine->require(80, instruction, site);
   MmaArguments mine{d, a, b};
   machine->warp_collective(instruction, site, ~uint32_t(0), mine, [&](MmaArguments* const(&all)[kLanes]) {
     ++machine->count(Count::kMma);
     MmaFragments m;
     for (int lane = 0; lane < kLanes; ++lane) {
       const MmaArguments& own = *all[lane];
-      for (int i = 0; i < 4; ++i) m.a[i][lane] = own.a[i];
-      for (int i = 0; i < 2; ++i) m.b[i][lane] = own.b[i];
+      for (int i = 0; i < 2 * halves; ++i) m.a[i][lane] = own.a[i];
+      for (int i = 0; i < halves; ++i) m.b[i][lane] = own.b[i];
       for (int half = 0; half < 2; ++half) std::memcpy(m.d[half][lane], own.d + 2 * half, sizeof m.d[half][lane]);
     }
-    multiply(type, m);
+    multiply(type, halves, m);
     for (int lane = 0; lane < kLanes; ++lane)
       for (int half = 0; half < 2; ++half)
         std::memcpy(all[lane]->d + 2 * half, m.d[half][lane], sizeof m.d[half][lane]);
@@ -170,11 +174,16 @@ void mma(const char* instruction, MmaType type, float (&d)[4], const uint32_t (&
 }  // namespace
 
 void mma_m16n8k16(bool float16, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site) {
-  mma("mma_m16n8k16", float16 ? MmaType::kFloat16 : MmaType::kBFloat16, d, a, b, site);
+  mma("mma_m16n8k16", float16 ? MmaType::kFloat16 : MmaType::kBFloat16, 2, d, a, b, site);
 }
 
 void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site) {
-  mma("mma_m16n8k8_tf32", MmaType::kTf32, d, a, b, site);
+  mma("mma_m16n8k8_tf32", MmaType::kTf32, 2, d, a, b, site);
+}
+
+void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b, Site site) {
+  const uint32_t a[2] = {a0, a1};
+  mma("mma_m16n8k8", MmaType::kFloat16, 1, d, a, &b, site);
 }
 
 }  // namespace cuda_ext::simt

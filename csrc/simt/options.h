@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/device.h"
 #include "simt/api.h"
 
 namespace cuda_ext::simt {
@@ -37,8 +38,7 @@ struct Options {
   int compute_capability = 80;
   int num_sms = 4;
 
-  // Shared memory of an SM. A block may have all but 1 KiB of it.
-  int shared_bytes() const { return (compute_capability >= 90 ? 228 : compute_capability == 80 ? 164 : 100) << 10; }
+  int shared_bytes() const { return rt::shared_bytes_of_sm(compute_capability); }  // of an SM
 };
 
 // Options of later launches in this process.

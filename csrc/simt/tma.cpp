@@ -153,6 +153,7 @@ void encode_tensor_map(uint64_t* map, const TensorMapFields& fields) {
 
 void tma_load(SharedAddress to, const uint64_t* map, uint64_t* barrier, const int* at, int rank, uint32_t blocks,
               Site site) {
+  machine->require(80, "tma_load", site);
   const char* const instruction = blocks == 0 ? "tma_load" : "tma_load_multicast";
   const TensorMapFields fields = decode(map, at, rank, instruction, site);
   const int64_t bytes = box_bytes(fields);
@@ -189,6 +190,7 @@ void tma_load(SharedAddress to, const uint64_t* map, uint64_t* barrier, const in
 }
 
 void bulk_load(SharedAddress to, const void* from, uint32_t bytes, uint64_t* barrier, Site site) {
+  machine->require(80, "bulk_load", site);
   machine->shared(to, int(bytes), kUnit, "bulk_load", site);
   if (bytes % kUnit != 0 || reinterpret_cast<uintptr_t>(from) % kUnit != 0)
     machine->fail("bulk_load", site, "expected bytes and address to be multiples of 16, got %u bytes from %p", bytes,
@@ -203,6 +205,7 @@ void bulk_load(SharedAddress to, const void* from, uint32_t bytes, uint64_t* bar
 }
 
 void tma_store(const uint64_t* map, SharedAddress from, const int* at, int rank, bool add, Site site) {
+  machine->require(80, "tma_store", site);
   const char* const instruction = add ? "tma_store<add>" : "tma_store";
   const TensorMapFields fields = decode(map, at, rank, instruction, site);
   // Loads may begin before the tensor. An H100 stopped all ten stores that did so, with an illegal instruction.
@@ -245,6 +248,7 @@ void tma_store(const uint64_t* map, SharedAddress from, const int* at, int rank,
 }
 
 void bulk_store(void* to, SharedAddress from, uint32_t bytes, Site site) {
+  machine->require(80, "bulk_store", site);
   const std::byte* memory = machine->shared(from, int(bytes), kUnit, "bulk_store", site);
   if (bytes % kUnit != 0 || reinterpret_cast<uintptr_t>(to) % kUnit != 0)
     machine->fail("bulk_store", site, "expected bytes and address to be multiples of 16, got %u bytes to %p", bytes,

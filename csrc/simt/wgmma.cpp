@@ -325,6 +325,7 @@ void retire(Product& product, WgmmaUnit& unit, int thread) {
 }  // namespace
 
 void wgmma(float* d, const WgmmaOperands& operands, Site site) {
+  machine->require_wgmma("wgmma", site);
   Fiber& self = machine->current();
   if (!self.wgmma_fenced)
     machine->fail("wgmma", site,

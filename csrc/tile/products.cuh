@@ -69,7 +69,7 @@ DEVICE void multiply_float32(const OperandA& load_a, Address b, float (&result)[
             const Tf32Pair(&x)[4] = a[step][m];
             const uint32_t kept_a[4] = {x[0].kept, x[1].kept, x[2].kept, x[3].kept};
             const uint32_t dropped_a[4] = {x[0].dropped, x[1].dropped, x[2].dropped, x[3].dropped};
-            if (!in_tf32) {
+            if (!in_tf32 && arch::has_sm80_mma()) {
               arch::mma_m16n8k8_tf32(sums[m][j], dropped_a, kept_b);
               arch::mma_m16n8k8_tf32(sums[m][j], kept_a, dropped_b);
             }

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "arch/math.cuh"
+#include "arch/mma.cuh"
 
 namespace cuda_ext::tile {
 
@@ -16,13 +16,15 @@ DEVICE uint32_t round_to_tf32(uint32_t bits) {
 }
 
 // A float32 number x as the nearest tf32 and what that drops, up to 2^-22 x if |x| > 2^-114: below, the hardware takes
-// what is dropped for 0. An infinity drops nothing; a NaN is one in both.
+// what is dropped for 0. An infinity drops nothing; a NaN is one in both. Without tensor cores for tf32 nothing is
+// dropped.
 struct Tf32Pair {
   uint32_t kept, dropped;
 
   Tf32Pair() = default;
-  DEVICE explicit Tf32Pair(uint32_t bits) : kept(round_to_tf32(bits) & 0xffffe000u) {
+  DEVICE explicit Tf32Pair(uint32_t bits) {
     const float x = arch::bits_float(bits);
+    kept = arch::has_sm80_mma() ? round_to_tf32(bits) & 0xffffe000u : bits;
     dropped = fabsf(x) == INFINITY ? 0u : arch::float_bits(x - arch::bits_float(kept));
   }
 };

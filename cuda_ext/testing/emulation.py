@@ -9,6 +9,8 @@ from typing import Any
 
 __all__ = ["Emulation", "attention_without_wgmma", "emulated", "emulated_by", "is_emulating"]
 
+EMULATED_ARCHS = ("sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90a", "sm_100", "sm_103", "sm_120", "sm_121")
+
 
 @dataclass(frozen=True)
 class Emulation:
@@ -58,7 +60,10 @@ def emulated(
     blocks may be nested.
 
     Args:
-        arch: the GPU to emulate: "sm_80", "sm_89", which has less shared memory, or "sm_90a".
+        arch: the GPU to emulate, one of `EMULATED_ARCHS`: "sm_75" (64 KiB of shared memory per block, no cp.async,
+            tensor cores for float16 alone), "sm_80" (163 KiB), "sm_86", "sm_89", "sm_120" (99 KiB), "sm_90a" (227 KiB,
+            wgmma), "sm_100" (227 KiB), ... An instruction that the GPU lacks is an error; but "sm_80" also runs kernels
+            for Hopper that a test launches itself.
         mode: when asynchronous copies and products complete: "eager", as soon as they are issued; "lazy", as late as
             the kernel's waits allow, and until then their destination holds NaNs.
         schedule: "fifo": warps run in turn. "pct": by random priorities that change at random times (Burckhardt et al.,
@@ -83,7 +88,7 @@ def emulated(
     from cuda_ext import _emulator
 
     for name, value, allowed in (
-        ("arch", arch, ("sm_80", "sm_89", "sm_90a")),
+        ("arch", arch, EMULATED_ARCHS),
         ("mode", mode, ("eager", "lazy")),
         ("schedule", schedule, ("fifo", "pct")),
     ):

@@ -372,6 +372,16 @@ def library(request: pytest.FixtureRequest) -> Library:
     return load(getattr(request, "param", "simt"))
 
 
+# Through other instructions: copies through registers, float16 products 8 deep, others in float32 arithmetic.
+@pytest.mark.parametrize("case", ["cp_async", "mma_f16", "mma_bf16", "mma_tf32"])
+def test_fallbacks_of_sm_75(case: str) -> None:
+    library, rng = load("simt"), np.random.default_rng(random.getrandbits(64))
+    for mode in ("eager", "lazy"):
+        data = inputs_of(case, library.in_bytes(case) // 4, rng)
+        with library.options(mode, "pct", compute_capability=75):
+            assert_same(case, library.run(case, data), references[case](data))
+
+
 @every_build()
 def test_every_case_has_a_reference(library: Library, request: pytest.FixtureRequest) -> None:
     assert set(library.index) == cases_of(request.node.callspec.params["library"])

@@ -45,3 +45,14 @@ def test_is_refused_by_name_and_line(library: Library, name: str, mode: str) -> 
     with library.options(mode), pytest.raises(Fault, match=BAD[name]):
         library.run(name, data)
     assert np.array_equal(library.run("good_kernel", data), data[:32] + 1), "later launches fail"
+
+
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+@pytest.mark.parametrize(
+    ("capability", "kib"),
+    [(75, 64), (86, 99), (87, 163), (89, 99), (90, 227), (100, 227), (103, 227), (120, 99), (121, 99)],
+)
+def test_the_shared_memory_of_a_block(library: Library, capability: int, kib: int) -> None:
+    message = rf"233472 bytes of shared memory; a block has at most {kib * 1024}$"
+    with library.options(compute_capability=capability), pytest.raises(Fault, match=message):
+        library.run("too_much_shared_memory", np.zeros(64, np.uint32))
