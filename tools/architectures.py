@@ -92,7 +92,7 @@ def compile_all(archs: Sequence[str], only: str = "", jobs: int = 1) -> list[Com
         raise FileNotFoundError("architectures: expected a CUDA toolkit, found none; see python -m cuda_ext.info")
     wanted = [(source, arch) for arch in archs for source in sources() if only in source.name]
     with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(lambda each: compile_source(*each, toolkit), wanted))
+        return list(pool.map(lambda each: compile_source(each[0], each[1], toolkit), wanted))
 
 
 def table(found: Sequence[Compiled]) -> str:

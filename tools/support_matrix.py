@@ -288,10 +288,8 @@ def table_of_gpus() -> str:
 
 def page() -> str:
     torch.manual_seed(0)
-    return "".join(
-        [HEAD, DTYPES_TEXT, table_of_dtypes(), OPTIONS_TEXT, table_of_options(), TRANSFORMS_TEXT, table_of_transforms()]
-        + [GPUS_TEXT, table_of_gpus()]
-    )
+    parts = [HEAD, DTYPES_TEXT, table_of_dtypes(), OPTIONS_TEXT, table_of_options(), TRANSFORMS_TEXT]
+    return "".join([*parts, table_of_transforms(), GPUS_TEXT, table_of_gpus()])
 
 
 def main() -> None:

@@ -74,34 +74,36 @@ DEVICE void stmatrix(SharedAddress row, const uint32_t (&m)[count], Site = {}) {
 #endif
 }
 
+// Whether there are 16-deep products, and those of bfloat16 and tf32.
 #if __CUDA_ARCH__ >= 800
-#define CUDA_EXT_MMA(...) asm volatile(__VA_ARGS__)
 DEVICE constexpr bool has_sm80_mma() { return true; }
 #else
-#define CUDA_EXT_MMA(...)
 DEVICE constexpr bool has_sm80_mma() { return false; }
 #endif
 
 template <class T>
 DEVICE void issue_mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site = {}) {
+#if __CUDA_ARCH__ >= 800
   if constexpr (DtypeOf<T>::value == Dtype::kFloat16)
-    CUDA_EXT_MMA(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" : "+"
-                                                                                                                    "f"(d[0]),
-        "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
   else
-    CUDA_EXT_MMA(
+    asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
 }
 DEVICE void issue_mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site = {}) {
-  CUDA_EXT_MMA(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" : "+f"(
-          d[0]),
-      "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#if __CUDA_ARCH__ >= 800
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
 }
-#undef CUDA_EXT_MMA
 // float16, with a (16 x 8): a0 = (g, 2t..2t+1), a1 = (g+8, ..), and b (8 x 8): (k = 2t..2t+1, n = g).
 DEVICE void issue_mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b, Site = {}) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
