@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import random
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
 
 import pytest
 import torch
 from gemm_common import OPS, arguments, check
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+
+import architectures
 
 import cuda_ext
 from cuda_ext import _toolchain, testing
@@ -19,11 +26,42 @@ WGMMA = "sm_90a"
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
 
 
-def emulate(arch: str, **options: object) -> object:
-    return testing.emulated(arch, mode="lazy", schedule="pct", seed=random.randrange(2**31), **options)
+def emulate(arch: str) -> AbstractContextManager[testing.Emulation]:
+    return testing.emulated(arch, mode="lazy", schedule="pct", seed=random.randrange(2**31))
+
+
+@pytest.mark.sampled(cases=1)
+@pytest.mark.parametrize("source", [path.name for path in architectures.sources()])
+@pytest.mark.parametrize("arch", sorted({*architectures.ARCHS} - {"8.0", "9.0a"}))  # which the library is built for
+def test_no_kernel_spills(arch: str, source: str) -> None:
+    toolkit = architectures.find_toolkit()
+    if toolkit is None:
+        pytest.skip("no nvcc")
+    (path,) = (path for path in architectures.sources() if path.name == source)
+    compiled = architectures.compile_source(path, arch, toolkit)
+    assert compiled.kernels and compiled.bytes > 0 and compiled.seconds > 0
+    assert [kernel.name for kernel in compiled.spilling] == []
+
+
+def test_a_kernel_that_spills_is_found(tmp_path: Path) -> None:
+    toolkit = architectures.find_toolkit()
+    if toolkit is None:
+        pytest.skip("no nvcc")
+    source = tmp_path / "spills.cu"
+    source.write_text(
+        "__global__ void good(int* x) { *x = 1; }\n"
+        "__global__ void spills(int* x) { int y[64]; for (int i = 0; i < 64; ++i) y[x[i]] = i; *x = y[x[64]]; }\n"
+    )
+    compiled = architectures.compile_source(source, "7.5", toolkit)
+    assert [kernel.name for kernel in compiled.kernels] == ["good", "spills"]
+    assert [kernel.name for kernel in compiled.spilling] == ["spills"]
+    head, _, row, *_ = architectures.table([compiled]).splitlines()
+    assert head == "| registers | 7.5 |" and row.startswith("| `spills` | ")
 
 
 def test_each_can_be_compiled_for() -> None:
+    assert set(architectures.ARCHS) <= set(architectures.ALL_ARCHS)
+    assert [_toolchain.sm_name(arch) for arch in architectures.ALL_ARCHS] == list(EMULATED_ARCHS)
     versions = [f"{arch.removeprefix('sm_').rstrip('a')[:-1]}.{arch.rstrip('a')[-1]}" for arch in EMULATED_ARCHS]
     assert [_toolchain.sm_name(arch) for arch in _toolchain.arch_list(";".join(versions))] == list(EMULATED_ARCHS)
 

@@ -199,10 +199,7 @@ def test_arch_list(text: str, archs: tuple[str, ...]) -> None:
     [
         ("7.0", "expected 7.5 or newer, got '7.0'; the kernels need sm_75"),
         ("8.0;Volta", "got 'Volta'"),
-        (
-            "sm_80",
-            "expected entries such as 8.0, 9.0a, 8.6+PTX, or one of Turing, Ampere, Ada, Hopper, Blackwell; got 'sm_80'",
-        ),
+        ("sm_80", "entries such as 8.0, 9.0a, 8.6+PTX, or one of Turing, Ampere, Ada, Hopper, Blackwell; got 'sm_80'"),
         ("9", "got '9'"),
         ("9.0z", "got '9.0z'"),
         ("8.0+ptx", "got '8.0+ptx'"),

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -302,6 +303,27 @@ def test_too_many_threads_is_a_complaint(tmp_path: Path) -> None:
     assert static_gates.compiler_complaints(f"ptxas info : 1 bytes gmem\n{log}") == [log.strip()]
     with pytest.raises(AssertionError, match=re.escape("(C7602) Insufficient registers")):
         compiled(tmp_path, WGMMA_CONTROLS.read_text(), f"-I{ROOT / 'csrc'}", "-DTOO_MANY_THREADS")
+
+
+def test_gates_of_other_architectures() -> None:
+    """sm_75 copies through registers and multiplies only float16 on tensor cores; a kernel that the launchers replace
+    on an architecture is empty."""
+    rule = Rule("", ("HMMA", "LDSM", "LDGSTS"), lead=8)
+
+    def faults(arch: str, element: str, opcodes: str) -> int:
+        name = f"attention_fwd_sm80<Forward<{element}, 0>>"
+        kernel = Kernel(arch, name, threads=32, loop=Loop(20, 9, 9), opcodes=Counter(opcodes.split()))
+        return len(static_gates.faults([kernel], [rule]))
+
+    assert faults("sm_80", "half_t", "HMMA LDSM LDGSTS") == 1, "the lead"
+    assert faults("sm_120", "half_t", "HMMA LDSM STS") == 2
+    assert faults("sm_75", "half_t", "HMMA LDSM STS") == 0
+    assert faults("sm_75", "half_t", "FFMA LDSM STS") == 1
+    assert faults("sm_75", "bfloat16_t", "FFMA LDSM STS") == 0
+    assert faults("sm_75", "bfloat16_t", "FFMA LDSM") == 1
+    for arch in ("sm_75", "sm_90a"):
+        assert faults(arch, "half_t", "MOV EXIT BRA NOP") == 0
+        assert faults(arch, "half_t", "MOV EXIT BRA STG") > 0
 
 
 def test_gates_of_groups_of_products() -> None:

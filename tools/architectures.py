@@ -1,4 +1,4 @@
-"""Compiles the CUDA kernels for every architecture, one source at a time, without the library.
+"""Compiles the CUDA kernels without wgmma for every architecture, one source at a time, without the library.
 
     python tools/architectures.py                        # the kernels that spill registers, if any
     python tools/architectures.py --arch 7.5 12.0 --only bwd
@@ -13,7 +13,6 @@ import argparse
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +31,14 @@ from cuda_ext import _build, _toolchain  # noqa: E402
 ARCHS = ("7.5", "8.0", "8.6", "9.0a", "10.0", "12.0")
 ALL_ARCHS = ("7.5", "8.0", "8.6", "8.7", "8.9", "9.0a", "10.0", "10.3", "12.0", "12.1")
 BEGIN = "<!-- written by tools/architectures.py -->"
+# Runs a command and prints the processor time that it took.
+TIMED = """
+import resource, subprocess, sys
+status = subprocess.call(sys.argv[1:], stdout=sys.stderr)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(used.ru_utime + used.ru_stime)
+sys.exit(status)
+"""
 EMPTY = 8  # registers of a kernel that returns at once, because another is launched on the architecture
 
 
@@ -39,7 +46,7 @@ EMPTY = 8  # registers of a kernel that returns at once, because another is laun
 class Compiled:
     source: str
     arch: str
-    seconds: float
+    seconds: float  # of a core
     bytes: int  # of machine code, compressed as in the library
     kernels: tuple[static_gates.Kernel, ...]
 
@@ -49,10 +56,10 @@ class Compiled:
         return [kernel for kernel in self.kernels if kernel.stack_bytes or kernel.local_bytes]
 
 
-def sources(arch: str) -> list[Path]:
-    """The sources with kernels that a build for `arch` compiles."""
-    found = [path for path in _build.CSRC.rglob("*.cu") if path.parent.name != "rt"]
-    return sorted(path for path in found if arch == "9.0a" or _build.SM90A_SOURCES not in path.name)
+def sources() -> list[Path]:
+    """The sources with kernels for every architecture."""
+    found = [path for path in _build.CSRC.rglob("*.cu") if path.parent.name not in ("rt", "launchers")]
+    return sorted(path for path in found if _build.SM90A_SOURCES not in path.name)
 
 
 def compile_source(source: Path, arch: str, toolkit: _toolchain.Toolkit) -> Compiled:
@@ -62,13 +69,12 @@ def compile_source(source: Path, arch: str, toolkit: _toolchain.Toolkit) -> Comp
         cubin, packed = Path(folder, "kernels.cubin"), Path(folder, "kernels.fatbin")
         command = [str(toolkit.home / "bin" / "nvcc"), *_build.NVCC_FLAGS, f"-I{_build.CSRC}", "-cubin"]
         command += [f"-gencode=arch=compute_{code},code=sm_{code}", "-o", str(cubin), str(source)]
-        begin = time.monotonic()
-        done = subprocess.run(command, capture_output=True, text=True)
-        seconds = time.monotonic() - begin
+        done = subprocess.run([sys.executable, "-c", TIMED, *command], capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"{source.name} for {arch}: {done.stderr or done.stdout}")
         command = [str(toolkit.home / "bin" / "fatbinary"), f"--create={packed}", "--compress-mode=size", "-64"]
         subprocess.run([*command, f"--image3=kind=elf,sm={code},file={cubin}"], check=True)
+        seconds = float(done.stdout.split()[-1])
         kernels = static_gates.read_kernels(packed, machine_code=False)
         return Compiled(source.name, arch, seconds, packed.stat().st_size, tuple(kernels))
 
@@ -84,9 +90,9 @@ def compile_all(archs: Sequence[str], only: str = "", jobs: int = 1) -> list[Com
     toolkit = find_toolkit()
     if toolkit is None:
         raise FileNotFoundError("architectures: expected a CUDA toolkit, found none; see python -m cuda_ext.info")
-    wanted = [(source, arch) for arch in archs for source in sources(arch) if only in source.name]
+    wanted = [(source, arch) for arch in archs for source in sources() if only in source.name]
     with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(lambda each: compile_source(*each, toolkit), wanted))
+        return list(pool.map(lambda each: compile_source(each[0], each[1], toolkit), wanted))
 
 
 def table(found: Sequence[Compiled]) -> str:
@@ -104,15 +110,15 @@ def table(found: Sequence[Compiled]) -> str:
 
     rows = [["registers", *archs], ["---"] * (len(archs) + 1)]
     rows += [[f"`{name}`", *(span(of.get(arch, set())) for arch in archs)] for name, of in sorted(registers.items())]
-    block = [_toolchain_shared(arch) for arch in archs]
-    rows.append(["**shared memory of a block, KiB**", *block])
-    size = [f"{sum(each.bytes for each in found if each.arch == arch) / 1e6:.1f}" for arch in archs]
-    rows.append(["**machine code, compressed, MB**", *size])
+    rows.append(["**shared memory of a block, KiB**", *map(block_kib, archs)])
+    of_arch = [[each for each in found if each.arch == arch] for arch in archs]
+    rows.append(["**machine code, MB**", *(f"{sum(each.bytes for each in of) / 1e6:.1f}" for of in of_arch)])
+    rows.append(["**seconds of a core**", *(f"{sum(each.seconds for each in of):.0f}" for of in of_arch)])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def _toolchain_shared(arch: str) -> str:
-    """What a block may have, as csrc/base/device.h says."""
+def block_kib(arch: str) -> str:
+    """The shared memory that a block may have, as csrc/base/device.h says."""
     major = int(arch.partition(".")[0])
     return "64" if major == 7 else "163" if arch in ("8.0", "8.7") else "99" if major in (8, 12) else "227"
 
@@ -126,9 +132,8 @@ def main() -> int:
     found = compile_all(options.arch, options.only, _toolchain.available_cores())
     spilling = [(each, kernel) for each in found for kernel in each.spilling]
     for each, kernel in spilling:
-        print(
-            f"{each.arch} {kernel.name}: expected no local memory, got {kernel.stack_bytes + kernel.local_bytes} bytes"
-        )
+        used = kernel.stack_bytes + kernel.local_bytes
+        print(f"{each.arch} {kernel.name}: expected no local memory, got {used} bytes")
     for arch in options.arch:
         of = [each for each in found if each.arch == arch]
         seconds, size = sum(each.seconds for each in of), sum(each.bytes for each in of) / 1e6

@@ -35,8 +35,8 @@ HEAD = """# Supported dtypes, options and transforms
 Written by `tools/support_matrix.py`, which runs every combination: ✓ means that the result and the gradients match the
 reference; an empty cell means that the op refuses the input with an error that names it.
 
-"CUDA" stands for the kernels on `mma.sync` (sm_80 and later), here run by the [emulator](emulator.md). Those on
-`wgmma`, which an H100 or H200 runs instead, take the same options.
+"CUDA" stands for the kernels on `mma.sync`, here run by the [emulator](emulator.md). Those on `wgmma`, which an H100 or
+H200 runs instead, take the same options.
 """
 DTYPES_TEXT = """
 ## Dtypes
@@ -57,6 +57,29 @@ TRANSFORMS_TEXT = """
 ## Transforms
 
 Derivatives other than the first one by `backward` are composed of several ops, and slower.
+"""
+
+
+GPUS = {
+    "sm_75": "T4, RTX 20",
+    "sm_80": "A100, A30",
+    "sm_86": "RTX 30, A10, A40",
+    "sm_87": "Jetson Orin",
+    "sm_89": "RTX 40, L4, L40",
+    "sm_90a": "H100, H200, GH200",
+    "sm_100": "B200, GB200",
+    "sm_103": "B300, GB300",
+    "sm_120": "RTX 50, RTX PRO 6000",
+    "sm_121": "DGX Spark",
+}
+GPUS_TEXT = """
+## GPUs
+
+The instructions that multiply matrices on each architecture, as emulated. "float32": in float32 arithmetic without
+tensor cores, several times slower than float16. On sm_75 backward of head dims above 192, or 128 of the value, is
+composed of other ops, with memory proportional to the product of the lengths. Of these GPUs, an H100 has run the
+kernels. `python -m cuda_ext.info` says how fast the others should be; `sm_100` has faster instructions, which are not
+used.
 """
 
 
@@ -250,11 +273,28 @@ def table_of_transforms() -> str:
     return table(["op", *columns], rows)
 
 
+def instruction(arch: str, case: Case) -> str:
+    """What multiplies matrices; AssertionError if the result is wrong."""
+    with testing.emulated(arch) as emulation:
+        testing.assert_op_matches_reference(case.op, case.reference, case.tensors, case.options, gradient_factor=8)
+    counters = emulation.counters
+    return "`wgmma`" if counters["wgmma"] else "`mma.sync`" if counters["mma"] else "float32"
+
+
+def table_of_gpus() -> str:
+    def row(arch: str, devices: str) -> list[str]:
+        products = [instruction(arch, product("linear", dtype)) for dtype in DTYPES[:3]]
+        return [f"`{arch}`", devices, *products, *(instruction(arch, attention(dtype, False)) for dtype in DTYPES[1:3])]
+
+    names = [str(dtype).removeprefix("torch.") for dtype in DTYPES[:3]]
+    head = [*(f"product, {name}" for name in names), *(f"attention, {name}" for name in names[1:])]
+    return table(["architecture", "devices", *head], [row(*each) for each in GPUS.items()])
+
+
 def page() -> str:
     torch.manual_seed(0)
-    return "".join(
-        [HEAD, DTYPES_TEXT, table_of_dtypes(), OPTIONS_TEXT, table_of_options(), TRANSFORMS_TEXT, table_of_transforms()]
-    )
+    parts = [HEAD, DTYPES_TEXT, table_of_dtypes(), OPTIONS_TEXT, table_of_options(), TRANSFORMS_TEXT]
+    return "".join([*parts, table_of_transforms(), GPUS_TEXT, table_of_gpus()])
 
 
 def main() -> None:

@@ -74,6 +74,7 @@ DEVICE void stmatrix(SharedAddress row, const uint32_t (&m)[count], Site = {}) {
 #endif
 }
 
+// Whether there are 16-deep products, and those of bfloat16 and tf32.
 DEVICE constexpr bool has_sm80_mma() { return kComputeCapability >= 80; }
 template <class T>
 DEVICE void issue_mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site = {}) {

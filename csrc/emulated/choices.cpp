@@ -36,15 +36,11 @@ template <sm80::Arithmetic arithmetic, size_t shape>
 Numbers gemm_config() {
   using Element = std::conditional_t<arithmetic == sm80::Arithmetic::k16Bit, bfloat16_t, float>;
   constexpr sm80::GemmConfig config = sm80::kTiles[int(arithmetic)][shape];
-  return {{"block_m", config.block_m},
-          {"block_n", config.block_n},
-          {"block_k", config.block_k},
-          {"stages", config.stages},
-          {"warps_m", config.warps_m},
-          {"warps_n", config.warps_n},
-          {"min_blocks", config.min_blocks},
-          {"element_bytes", sizeof(Element)},
-          {"shared_bytes", sizeof(typename sm80::Gemm<Element, arithmetic, true, true, config>::Storage)}};
+  using Storage = typename sm80::Gemm<Element, arithmetic, true, true, config>::Storage;
+  static_assert(sizeof(Storage) == config.shared_bytes(sizeof(Element)), "plans would count on other tiles");
+  return {{"block_m", config.block_m},       {"block_n", config.block_n},        {"block_k", config.block_k},
+          {"stages", config.stages},         {"warps_m", config.warps_m},        {"warps_n", config.warps_n},
+          {"min_blocks", config.min_blocks}, {"element_bytes", sizeof(Element)}, {"shared_bytes", sizeof(Storage)}};
 }
 template <sm80::Arithmetic arithmetic, size_t... shapes>
 std::vector<Numbers> gemm_configs(std::index_sequence<shapes...>) {

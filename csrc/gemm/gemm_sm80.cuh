@@ -85,7 +85,6 @@ struct Gemm {
     };
     uint32_t arrived;  // split k: the number of blocks of this tile that arrived before this one
   };
-  static_assert(sizeof(Storage) == config.shared_bytes(sizeof(T)));
 
   using Accumulators = float[kRows][kColumns][4];
 

@@ -67,15 +67,15 @@ fault("tf32 cut off, not rounded", "arch/math.cuh", "cvt.rna.tf32.f32 %0, %1;", 
 fault("exp2 instead of log2", "arch/math.cuh", "lg2.approx.ftz.f32", "ex2.approx.ftz.f32", MEMORY, "special_functions")
 fault("cp.async copies bytes that are not there", "arch/async_copy.cuh", "[%0], [%1], %2, %3;", "[%0], [%1], %2, %2;",
       MEMORY, "cp_async")
-fault("cp.async of another size", "arch/async_copy.cuh", '"n"(bytes), "r"(valid)', '"n"(4), "r"(valid)',
+fault("cp.async of another size", "arch/async_copy.cuh", '"l"(global), "n"(bytes)', '"l"(global), "n"(4)',
       MEMORY, "cp_async", "valid bytes, got")
 fault("cp.async with addresses swapped", "arch/async_copy.cuh",
       '[%0], [%1], 16, %2;" ::"r"(shared), "l"(global)', '[%0], [%1], 16, %2;" ::"r"(uint32_t(uint64_t(global))), '
       '"l"(uint64_t(shared))', MEMORY, "cp_async", "cp_async .* is an address of")
 fault("cp.async.wait_group lets copies through", "arch/async_copy.cuh", '%0;" ::"n"(pending)',
       '%0;" ::"n"(pending + 3)', MEMORY, "cp_async")
-fault("cp.async.commit_group left out", "arch/async_copy.cuh", 'asm volatile("cp.async.commit_group;" ::: "memory");',
-      "", MEMORY, "cp_async")
+fault("cp.async.commit_group left out", "arch/async_copy.cuh",
+      'CUDA_EXT_CP_ASYNC("cp.async.commit_group;" :: : "memory");', "", MEMORY, "cp_async")
 fault("a shared store with words swapped", "arch/memory.cuh",
       'st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(w[0]), "r"(w[1])',
       'st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(w[1]), "r"(w[0])', MEMORY, "shared_vectors")
