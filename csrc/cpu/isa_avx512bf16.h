@@ -14,4 +14,5 @@
 #define CUDA_EXT_ISA avx512bf16
 #define CUDA_EXT_VECTOR_BYTES 64
 #define CUDA_EXT_BFLOAT16_PAIRS
+#define CUDA_EXT_ISA_WITHOUT_PAIRS avx512
 #define CUDA_EXT_HAS_AMX_TILES  // functions may use AMX, after has_amx()

@@ -1,0 +1,5 @@
+#if defined(__aarch64__)
+#include "cpu/isa_neonbf16.h"
+
+#include "attention/cpu/attention_cpu.inc"
+#endif

@@ -1,0 +1,4 @@
+#if defined(__aarch64__)
+#include "cpu/isa_neonbf16.h"
+#include "gemm/cpu/gemm_cpu.inc"
+#endif
