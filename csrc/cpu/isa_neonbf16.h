@@ -5,6 +5,7 @@
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("bf16"))), apply_to = function)
+#define CUDA_EXT_ISA_PUSHED
 #else
 #pragma GCC target("arch=armv8.2-a+bf16")
 #endif
