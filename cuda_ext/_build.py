@@ -113,7 +113,10 @@ class BuildConfig:
 
     def cxx_flags(self, folder: Path) -> list[str]:
         """The flags for a build in `folder`; the same for every config, so that ninja keeps the objects."""
-        return [*CXX_FLAGS, f"-I{folder / 'include'}", f"-I{CSRC}", f"-isystem{folder / 'cuda' / 'include'}"]
+        # torch is built by GCC, which names constrained templates as clang before 18 does.
+        clang = re.match(r"clang (\d+)", self.compiler)
+        abi = ["-fclang-abi-compat=17"] if clang and int(clang[1]) >= 18 else []
+        return [*CXX_FLAGS, *abi, f"-I{folder / 'include'}", f"-I{CSRC}", f"-isystem{folder / 'cuda' / 'include'}"]
 
     def link_flags(self, folder: Path) -> list[str]:
         return [*LINK_FLAGS, *([f"-L{folder / 'cudart'}"] if self.cuda else [])]

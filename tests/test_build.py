@@ -400,6 +400,11 @@ class TestPrepare:
         assert '#define CUDA_EXT_CUDA_ARCHS "sm_80, sm_90a"\n' in header.read_text()
         assert "#define CUDA_EXT_WITH_SM90A 1\n" in header.read_text()
 
+    @pytest.mark.parametrize(("compiler", "old"), [("g++ 19.1.0", 0), ("clang 14.0.6", 0), ("clang 19.1.7", 1)])
+    def test_clang_names_templates_as_torch_does(self, tmp_path: Path, compiler: str, old: int) -> None:
+        config = dataclasses.replace(make_config(), compiler=compiler)
+        assert config.cxx_flags(tmp_path).count("-fclang-abi-compat=17") == old
+
     def test_header_that_stays_the_same_is_not_written_again(self, tmp_path: Path) -> None:
         make_config().prepare(tmp_path)
         header = tmp_path / "include/build_config.h"
