@@ -19,8 +19,8 @@
 #include "base/dtype.h"
 #include "cpu/host.h"
 
-// GCC 12 warns about the undefined pass-through operands of its own intrinsics and, on aarch64, about rows of a tile that
-// loops do not reach: it does not know that a tile has no more rows and columns than its array.
+// GCC 12 warns about the undefined pass-through operands of its own intrinsics and, on aarch64, about parts of a tile
+// that loops do not reach: it does not know that no tile has more rows and columns than its array.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #if defined(__aarch64__)
