@@ -38,28 +38,30 @@ class BuildLibrary(torch_helpers.BuildExtension):
     """Compiles what `_build.configure` decides, and leaves the stamp beside the library."""
 
     def run(self) -> None:
-        with _build.lock(ROOT / "build"):
-            try:
+        try:
+            with _build.lock(ROOT / "build"):
                 config = _build.configure()
-            except _build.BuildError as error:
-                sys.exit(str(error))
-            folder = ROOT / "build" / config.name
-            self.build_temp = str(folder)
-            for extension in self.extensions:
-                extension.extra_compile_args = {
-                    "cxx": [*config.cxx_flags(folder), *(f"-isystem{path}" for path in torch_helpers.include_paths())],
-                    "nvcc": config.nvcc_flags(folder),
-                }
-                extension.library_dirs = torch_helpers.library_paths()
-            library = self.extensions[-1]
-            library.sources = [str(path.relative_to(ROOT)) for path in config.sources]
-            library.libraries = config.libraries
-            library.extra_link_args = config.link_flags(folder)
-            with _build.prepared(config, folder):
-                super().run()
-            _stamp.write(Path(self.get_ext_fullpath(library.name)).parent, config.stamp())
-            _build.write_compile_commands(folder, ROOT / "build")
+                self.build(config, ROOT / "build" / config.name)
+        except _build.BuildError as error:
+            sys.exit(str(error))
         print(f"cuda_ext: built {config.summary}", flush=True)
+
+    def build(self, config: _build.BuildConfig, folder: Path) -> None:
+        self.build_temp = str(folder)
+        for extension in self.extensions:
+            extension.extra_compile_args = {
+                "cxx": [*config.cxx_flags(folder), *(f"-isystem{path}" for path in torch_helpers.include_paths())],
+                "nvcc": config.nvcc_flags(folder),
+            }
+            extension.library_dirs = torch_helpers.library_paths()
+        library = self.extensions[-1]
+        library.sources = [str(path.relative_to(ROOT)) for path in config.sources]
+        library.libraries = config.libraries
+        library.extra_link_args = config.link_flags(folder)
+        with _build.prepared(config, folder):
+            super().run()
+        _stamp.write(Path(self.get_ext_fullpath(library.name)).parent, config.stamp())
+        _build.write_compile_commands(folder, ROOT / "build")
 
     def build_extension(self, ext: Extension) -> None:
         """Starts the sources in the order given; setuptools would sort them by name."""

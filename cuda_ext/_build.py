@@ -2,7 +2,7 @@
 
 The C++ compiler gets the same flags with and without CUDA, so that switching between them recompiles little. The
 differences are in `build_config.h`, a header in the build folder that few sources include, and in the link `cuda` next
-to it, which points to the toolkit.
+to it, in which `include` has the toolkit's headers.
 """
 
 from __future__ import annotations
@@ -114,7 +114,10 @@ class BuildConfig:
 
     def cxx_flags(self, folder: Path) -> list[str]:
         """The flags for a build in `folder`; the same for every config, so that ninja keeps the objects."""
-        return [*CXX_FLAGS, f"-I{folder / 'include'}", f"-I{CSRC}", f"-isystem{folder / 'cuda' / 'include'}"]
+        # torch is built by GCC, which names constrained templates as clang before 18 does.
+        clang = re.match(r"clang (\d+)", self.compiler)
+        abi = ["-fclang-abi-compat=17"] if clang and int(clang[1]) >= 18 else []
+        return [*CXX_FLAGS, *abi, f"-I{folder / 'include'}", f"-I{CSRC}", f"-isystem{folder / 'cuda' / 'include'}"]
 
     def link_flags(self, folder: Path) -> list[str]:
         return [*LINK_FLAGS, *([f"-L{folder / 'cudart'}"] if self.cuda else [])]
@@ -140,7 +143,7 @@ class BuildConfig:
         )
         (folder / "cuda").unlink(missing_ok=True)
         if self.toolkit:
-            (folder / "cuda").symlink_to(self.toolkit.home)
+            (folder / "cuda").symlink_to(toolchain.folder_of_include(self.toolkit.home))
             # The wheel has only libcudart.so.13; the linker looks for libcudart.so.
             if cudart := toolchain.find_cudart(self.toolkit.home):
                 shim = folder / "cudart" / "libcudart.so"
@@ -380,9 +383,18 @@ def prepared(config: BuildConfig, folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def lock(folder: Path) -> Iterator[None]:
-    """Lets one process at a time build in `folder`. The operating system releases the lock if the process dies."""
-    folder.mkdir(parents=True, exist_ok=True)
+def lock(folder: Path, instead: str = "a copy of the sources elsewhere") -> Iterator[None]:
+    """Lets one process at a time build in `folder`. The operating system releases the lock if the process dies.
+
+    Raises BuildError if the folder cannot be written; it says what to use instead.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".lock").touch()
+    except OSError as error:
+        raise BuildError(
+            f"cuda_ext: expected a build folder that can be written, got {folder} ({error.strerror}); use {instead}"
+        ) from error
     with open(folder / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -35,6 +35,8 @@ OLDEST_SETUPTOOLS = 77
 
 STANDARD_FOLDERS = ("/usr/local/cuda-{version}", "/usr/local/cuda", "/opt/cuda")
 
+# Where conda's toolkits have the folders include and lib.
+TARGETS = ("targets/x86_64-linux", "targets/sbsa-linux")
 # Files that a toolkit must have, by the extra of the cuda-toolkit wheel that contains them; one alternative is enough.
 TOOLKIT_PARTS = {
     "nvcc": ("bin/nvcc",),
@@ -43,7 +45,7 @@ TOOLKIT_PARTS = {
     "cccl": ("include/cccl/nv/target", "include/nv/target"),
     "cudart": ("include/cuda_runtime.h",),
 }
-LIBRARY_FOLDERS = ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")
+LIBRARY_FOLDERS = ("lib64", "lib")
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,9 @@ def _inspect(origin: str, home: Path, torch_cuda: str) -> Toolkit:
     if not home.is_dir():
         return Toolkit(origin, home, problem="no such folder")
     missing = {
-        part: files[0] for part, files in TOOLKIT_PARTS.items() if not any((home / file).exists() for file in files)
+        part: files[0]
+        for part, files in TOOLKIT_PARTS.items()
+        if not any((folder / file).exists() for folder in _layouts(home) for file in files)
     }
     if not find_cudart(home):
         missing.setdefault("cudart", "lib64/libcudart.so")
@@ -132,12 +136,25 @@ def _compile_empty_kernel(nvcc: str) -> str:
         return errors[-1] if done.returncode else ""
 
 
+def _layouts(home: Path) -> list[Path]:
+    return [home, *(home / target for target in TARGETS)]
+
+
+def folder_of_include(home: Path) -> Path:
+    """The folder of the toolkit at `home` whose `include` has the CUDA runtime's headers."""
+    found = (folder for folder in _layouts(home) if (folder / "include" / "cuda_runtime.h").exists())
+    return next(found, home)
+
+
 def find_cudart(home: Path) -> Path | None:
     """The CUDA runtime library of the toolkit at `home`; the wheel names it `libcudart.so.<major>` only."""
-    for folder in LIBRARY_FOLDERS:
-        for library in sorted((home / folder).glob("libcudart.so*")):
-            return library
-    return None
+    libraries = (
+        library
+        for parent in _layouts(home)
+        for folder in LIBRARY_FOLDERS
+        for library in sorted((parent / folder).glob("libcudart.so*"))
+    )
+    return next(libraries, None)
 
 
 def toolkit_requirement() -> str:

@@ -41,7 +41,7 @@ def load(
 
     Raises:
         RuntimeError: the ops are already loaded in this process, or a compiler failed; the error contains its messages.
-        BuildError: there are no sources, or no compiler.
+        BuildError: there are no sources, no compiler, or no folder that can be written.
     """
     if _stamp.ops_are_defined():
         raise RuntimeError(
@@ -53,7 +53,7 @@ def load(
     _check(config, files)
     root = Path(build_root or os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     folder = (root / "cuda_ext" / _folder_name(config, extra_cflags, extra_cuda_cflags)).absolute()
-    with _build.lock(folder):
+    with _build.lock(folder, "another one: pass build_root, or set TORCH_EXTENSIONS_DIR"):
         # A killed build leaves the lock file of torch's loader behind, which the next one would wait for without end.
         # No other process can need that file, because this one holds `_build.lock`.
         (folder / "lock").unlink(missing_ok=True)

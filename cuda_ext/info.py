@@ -44,6 +44,7 @@ INSTRUCTION_SETS = (
     "avx512_fp16",
     "amx_bf16",
     "asimd",
+    "bf16",
     "sve",
 )
 

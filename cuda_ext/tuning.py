@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -67,7 +68,8 @@ class tune:
     operands stay in the L2 cache between the launches if they fit.
 
     What was measured stays in use after the block, until `clear`. It is written to a file at the end of the block, and
-    read from it at the beginning, so that a product is measured once for a device, driver and build.
+    read from it at the beginning, so that a product is measured once for a device, driver and build. If it cannot be
+    written, there is a warning.
 
     Tuning changes how sums along K are divided, hence the last bits of a result; ranks that tune separately may differ
     in them. Results stay deterministic, and those of `cuda_ext.batch_invariant` independent of the batch. During the
@@ -113,8 +115,17 @@ class tune:
     ) -> None:
         ops._measure_gemms(self._before)
         self.products = [product for product in measured() if product.name not in self._known]
-        if self._path is not None and self.products:
+        if self._path is None or not self.products:
+            return
+        try:
             _add(self._path, self.products)
+        except OSError as failure:
+            warnings.warn(
+                f"cuda_ext.tuning.tune: expected a file that can be written, got {self._path} ({failure.strerror}): "
+                "the measured plans are in use in this process, but not kept; pass path or keep=False, or set "
+                "XDG_CACHE_HOME",
+                stacklevel=2,
+            )
 
     def __str__(self) -> str:
         header = f"{'predicted':>12} {'fastest':>12}\n" if self.products else "no new products"

@@ -151,6 +151,27 @@ class TestFindToolkits:
         assert toolkit.usable
         assert toolkit.describe().endswith(": CUDA 13.2 (warning: torch was built with CUDA 13.0)")
 
+    @pytest.mark.parametrize("target", _toolchain.TARGETS)
+    def test_conda_has_include_and_lib_in_a_folder_of_the_target(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+    ) -> None:
+        home = make_toolkit(tmp_path / "conda")
+        (home / target).mkdir(parents=True)
+        (home / "lib64").rename(home / target / "lib")
+        (home / "include").rename(home / target / "include")
+        monkeypatch.setenv("PATH", str(home / "bin"), prepend=os.pathsep)
+        (toolkit,) = _toolchain.find_toolkits("13.0")
+        assert toolkit.describe() == f"{home} [nvcc on PATH]: CUDA 13.0"
+        make_config(toolkit).prepare(tmp_path / "build")
+        assert (tmp_path / "build/cuda/include/cuda_runtime.h").exists()
+        assert (tmp_path / "build/cudart/libcudart.so").resolve() == home / target / "lib/libcudart.so"
+
+    def test_cuda_home_needs_no_nvcc_on_path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUDA_HOME", str(make_toolkit(tmp_path / "cuda")))
+        assert shutil.which("nvcc") is None
+        (toolkit,) = _toolchain.find_toolkits("13.0")
+        assert toolkit.describe() == f"{tmp_path}/cuda [CUDA_HOME]: CUDA 13.0"
+
     def test_wheel_has_the_runtime_without_the_name_the_linker_looks_for(self, tmp_path: Path) -> None:
         home = make_toolkit(tmp_path / "cuda", without="lib64/libcudart.so")
         assert _toolchain.find_cudart(home) is None
@@ -401,6 +422,11 @@ class TestPrepare:
         assert "#define CUDA_EXT_WITH_CUDA 1\n" in header.read_text()
         assert '#define CUDA_EXT_CUDA_ARCHS "sm_80, sm_90a"\n' in header.read_text()
         assert "#define CUDA_EXT_WITH_SM90A 1\n" in header.read_text()
+
+    @pytest.mark.parametrize(("compiler", "old"), [("g++ 19.1.0", 0), ("clang 14.0.6", 0), ("clang 19.1.7", 1)])
+    def test_clang_names_templates_as_torch_does(self, tmp_path: Path, compiler: str, old: int) -> None:
+        config = dataclasses.replace(make_config(), compiler=compiler)
+        assert config.cxx_flags(tmp_path).count("-fclang-abi-compat=17") == old
 
     def test_header_that_stays_the_same_is_not_written_again(self, tmp_path: Path) -> None:
         make_config().prepare(tmp_path)
@@ -700,6 +726,14 @@ with _build.lock(Path(sys.argv[1])):
     holder.kill()
     holder.wait()
     with _build.lock(tmp_path):
+        pass
+
+
+def test_a_build_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()  # instead of permissions, which do not bind root
+    refusal = f"^cuda_ext: expected a build folder that can be written, got {tmp_path}/file/build "
+    refusal += r"\(Not a directory\); use a copy of the sources elsewhere$"
+    with pytest.raises(_build.BuildError, match=refusal), _build.lock(tmp_path / "file/build"):
         pass
 
 

@@ -44,6 +44,16 @@ def cpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_EXT_CUDA", "0")
 
 
+@pytest.mark.usefixtures("cpu_build")
+def test_a_home_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").touch()  # instead of permissions, which do not bind root
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setattr(_stamp, "ops_are_defined", lambda: False)
+    with pytest.raises(_build.BuildError, match=r"pass build_root, or set TORCH_EXTENSIONS_DIR$"):
+        cuda_ext.dev.load()
+
+
 @pytest.mark.sampled
 @pytest.mark.usefixtures("cpu_build")
 def test_load_builds_and_survives_a_killed_build(tmp_path: Path, run_python: RunPython) -> None:

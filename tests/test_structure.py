@@ -180,6 +180,16 @@ def test_only_ops_include_torch() -> None:
     assert {Path(name).suffix for name in torch} == {".cpp", ".h"}  # nvcc compiles .cu, .cuh and .inc
 
 
+def test_variants_of_cpu_kernels_end_what_their_first_include_begins() -> None:
+    """clang refuses a file that does not pop what it pushed."""
+    variants = [path for path in sources("csrc") if re.search(r"_cpu_\w+\.cpp$", path.name)]
+    assert len(variants) > 10
+    for path in variants:
+        first, *_, last = re.findall(r'^#include "(\S+)"', path.read_text(), re.MULTILINE)
+        pushes = "#pragma clang attribute push" in (ROOT / "csrc" / first).read_text()
+        assert pushes == (last == "cpu/isa_end.h"), path
+
+
 # nvcc parses a file once for each architecture and twice for the host. These headers took a quarter of its time.
 SLOW_HEADERS = r"algorithm|atomic|functional|iostream|map|memory|ranges|sstream|unordered_map|vector"
 SLOW_HEADERS += r"|cuda\.h|cuda_bf16\.h|cuda_fp16\.h"

@@ -54,6 +54,15 @@ def test_a_product_is_measured_once_and_right(arch: str, dtype: torch.dtype) -> 
     assert tuning.measured() == []
 
 
+def test_a_home_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "home").touch()  # instead of permissions, which do not bind root
+    path = tmp_path / "home" / "gemms.json"
+    not_kept = pytest.warns(UserWarning, match="pass path or keep=False, or set XDG_CACHE_HOME")
+    with testing.emulated("sm_80"), not_kept, tuning.tune(path) as tuned:
+        cuda_ext.gemm(*operands(100, 72, 200))
+    assert tuning.measured() == tuned.products != []
+
+
 def plan_numbers(plan: Any) -> tuple[Any, ...]:
     return plan.tile, plan.cluster, plan.k_blocks, plan.splits
 

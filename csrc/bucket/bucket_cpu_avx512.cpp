@@ -2,4 +2,6 @@
 #include "cpu/isa_avx512.h"
 
 #include "bucket/bucket_cpu.inc"
+
+#include "cpu/isa_end.h"
 #endif

@@ -1,6 +1,10 @@
-// Two consecutive bfloat16 values along k, the first in the low half: the operand type of VDPBF16PS, which multiplies
-// pairs and adds both products to a float32. Instruction sets that have it define CUDA_EXT_BFLOAT16_PAIRS. For tests,
-// CUDA_EXT_BFLOAT16_PAIRS_MODEL replaces the instruction by arithmetic that every CPU has.
+// Two consecutive bfloat16 values along k, the first in the low half: the operand type of VDPBF16PS and BFDOT, which
+// multiply pairs and add both products to a float32. Instruction sets that have one define CUDA_EXT_BFLOAT16_PAIRS, and
+// CUDA_EXT_ISA_WITHOUT_PAIRS, the variant for other types. For tests, CUDA_EXT_BFLOAT16_PAIRS_MODEL replaces VDPBF16PS
+// by arithmetic that every CPU has.
+//
+// Both flush subnormal operands and sums to zero. BFDOT adds the two products to each other first, and rounds both sums
+// to odd: an error of up to one unit in the last place of float32, where the nearest has half.
 //
 // `depth` is the number of values along k in an element of a packed operand: 1, or 2 where bfloat16 values stay
 // unconverted. Such a pair is stored in a float32, which is only moved until the microkernel reads it as a
@@ -34,6 +38,12 @@ CUDA_EXT_INLINE Vec<float> flush(Words bits) {
 CUDA_EXT_INLINE Vec<float> multiply_add(Vec<float> sum, Words a, Words b) {
   sum = flush((Words)(flush((Words)sum) + flush(a & 0xffff0000) * flush(b & 0xffff0000)));
   return flush((Words)(sum + flush(a << 16) * flush(b << 16)));
+}
+
+#elif defined(CUDA_EXT_BFLOAT16_PAIRS) && defined(CUDA_EXT_NEON)
+
+CUDA_EXT_INLINE Vec<float> multiply_add(Vec<float> sum, Words a, Words b) {
+  return (Vec<float>)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
 }
 
 #elif defined(CUDA_EXT_BFLOAT16_PAIRS)

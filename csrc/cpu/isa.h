@@ -1,18 +1,22 @@
 // One CPU kernel source, several instruction sets. A kernel lives in X_cpu.inc and is compiled once per instruction set
 // by X_cpu_{avx512,avx2,generic}.cpp, each into its own namespace; the launcher calls the one that best_isa() selects.
-// AVX512-BF16 is avx512 with one more instruction, and AMX where the CPU has it (cpu/amx.h); only kernels that use it
-// have this fourth variant.
+// `generic` is what every CPU of the architecture has: SSE2 on x86-64, NEON on aarch64. Kernels that multiply pairs of
+// bfloat16 (cpu/bfloat16_pair.h) have one more variant: avx512bf16, which is avx512 with VDPBF16PS, and AMX where the
+// CPU has it (cpu/amx.h), or neonbf16, which is NEON with BFDOT.
 #pragma once
 
 #include <cstdlib>
 #include <cstring>
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
 
 namespace cuda_ext::cpu {
 
-enum class Isa { kGeneric, kAvx2, kAvx512, kAvx512BFloat16 };
+enum class Isa { kGeneric, kAvx2, kAvx512, kAvx512BFloat16, kNeonBFloat16 };
 
 // The widest set that this CPU supports. CUDA_EXT_CPU_ISA=generic|avx2|avx512|avx512bf16 lowers it, so that tests
-// reach all variants; the last is AVX512-BF16 without AMX (cpu/host.h).
+// reach all variants; the last is AVX512-BF16 without AMX (cpu/host.h). On aarch64, only generic lowers it.
 inline Isa best_isa() {
 #if defined(__x86_64__)
   static const Isa isa = [] {
@@ -32,6 +36,14 @@ inline Isa best_isa() {
     return widest;
   }();
   return isa;
+#elif defined(__aarch64__) && defined(__linux__)
+  static const Isa isa = [] {
+    constexpr unsigned long kBFloat16 = 1ul << 14;  // HWCAP2_BF16, which older headers lack
+    const char* wanted = std::getenv("CUDA_EXT_CPU_ISA");
+    const bool lowered = wanted != nullptr && std::strcmp(wanted, "generic") == 0;
+    return (getauxval(AT_HWCAP2) & kBFloat16) != 0 && !lowered ? Isa::kNeonBFloat16 : Isa::kGeneric;
+  }();
+  return isa;
 #else
   return Isa::kGeneric;
 #endif
@@ -40,7 +52,7 @@ inline Isa best_isa() {
 }  // namespace cuda_ext::cpu
 
 // Declares `void name(params)` in every instruction set's namespace, and a `name` that calls the widest one.
-// WITH_BFLOAT16: for kernels with a variant for AVX512-BF16.
+// WITH_BFLOAT16: for kernels with a variant for pairs of bfloat16.
 #if defined(__x86_64__)
 #define CUDA_EXT_CPU_LAUNCHER_OF(name, Params, avx512_bfloat16)             \
   namespace cpu::avx512 {                                                   \
@@ -72,5 +84,19 @@ inline Isa best_isa() {
   void name(const Params& params);          \
   }                                         \
   inline void name(const Params& params) { cpu::generic::name(params); }
+#if defined(__aarch64__)
+#define CUDA_EXT_CPU_LAUNCHER_WITH_BFLOAT16(name, Params)                               \
+  namespace cpu::neonbf16 {                                                             \
+  void name(const Params& params);                                                      \
+  }                                                                                     \
+  namespace cpu::generic {                                                              \
+  void name(const Params& params);                                                      \
+  }                                                                                     \
+  inline void name(const Params& params) {                                              \
+    if (cpu::best_isa() == cpu::Isa::kNeonBFloat16) return cpu::neonbf16::name(params); \
+    cpu::generic::name(params);                                                         \
+  }
+#else
 #define CUDA_EXT_CPU_LAUNCHER_WITH_BFLOAT16(name, Params) CUDA_EXT_CPU_LAUNCHER(name, Params)
+#endif
 #endif

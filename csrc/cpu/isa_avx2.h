@@ -5,6 +5,7 @@
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi,bmi2"))), apply_to = function)
+#define CUDA_EXT_ISA_PUSHED
 #else
 #pragma GCC target("avx2,fma,f16c,bmi,bmi2")
 #endif

@@ -7,6 +7,7 @@
 #pragma clang attribute push(                                                                        \
     __attribute__((target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2"))), \
     apply_to = function)
+#define CUDA_EXT_ISA_PUSHED
 #else
 #pragma GCC target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 #endif
@@ -14,4 +15,5 @@
 #define CUDA_EXT_ISA avx512bf16
 #define CUDA_EXT_VECTOR_BYTES 64
 #define CUDA_EXT_BFLOAT16_PAIRS
+#define CUDA_EXT_ISA_WITHOUT_PAIRS avx512
 #define CUDA_EXT_HAS_AMX_TILES  // functions may use AMX, after has_amx()

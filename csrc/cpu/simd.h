@@ -16,11 +16,14 @@
 #else
 #define CUDA_EXT_INTRINSIC_BYTES CUDA_EXT_VECTOR_BYTES
 #endif
+#if defined(__aarch64__) && CUDA_EXT_INTRINSIC_BYTES == 16
+#define CUDA_EXT_NEON
+#endif
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
 constexpr int kVectorBytes = CUDA_EXT_VECTOR_BYTES;
-#if CUDA_EXT_VECTOR_BYTES == 64
+#if CUDA_EXT_VECTOR_BYTES == 64 || defined(CUDA_EXT_NEON)
 constexpr int kVectorRegisters = 32;
 #else
 constexpr int kVectorRegisters = 16;
@@ -167,6 +170,8 @@ CUDA_EXT_INLINE Vec<float> from_bits<half_t>(HalfWords bits) {
   return (Vec<float>)_mm512_cvtph_ps((__m256i)bits);
 #elif CUDA_EXT_INTRINSIC_BYTES == 32
   return (Vec<float>)_mm256_cvtph_ps((__m128i)bits);
+#elif defined(CUDA_EXT_NEON)
+  return (Vec<float>)vcvt_f32_f16((float16x4_t)bits);
 #else
   Vec<float> v;
   for (int i = 0; i < kLanes<float>; ++i) v[i] = to_compute(half_t{bits[i]});
@@ -212,6 +217,8 @@ CUDA_EXT_INLINE HalfWords to_bits<half_t>(Vec<float> v) {
   return (HalfWords)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
 #elif CUDA_EXT_INTRINSIC_BYTES == 32
   return (HalfWords)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(CUDA_EXT_NEON)
+  return (HalfWords)vcvt_f16_f32((float32x4_t)v);
 #else
   HalfWords bits;
   for (int i = 0; i < kLanes<float>; ++i) bits[i] = from_compute<half_t>(v[i]).bits;

@@ -11,6 +11,7 @@
 #define CUDA_EXT_VECTOR_BYTES 16
 #endif
 #define CUDA_EXT_BFLOAT16_PAIRS
+#define CUDA_EXT_ISA_WITHOUT_PAIRS other_types
 #define CUDA_EXT_BFLOAT16_PAIRS_MODEL
 
 #include "attention/attention.h"
@@ -32,12 +33,12 @@ void gemm(bool, bool, int64_t, int64_t, int64_t, float, const float*, int64_t, c
 Scratch::Scratch(int64_t bytes) : data_(std::aligned_alloc(64, size_t(bytes + 63) / 64 * 64)), bytes_(bytes) {}
 Scratch::~Scratch() { std::free(data_); }
 
-namespace avx512 {
+namespace other_types {
 // Never called: for operands of other types, and for small products.
 void launch_gemm(const GemmParams&) { std::abort(); }
 void attention_forward(const AttentionParams&) { std::abort(); }
 void attention_backward(const AttentionBackwardParams&) { std::abort(); }
-}  // namespace avx512
+}  // namespace other_types
 
 }  // namespace cuda_ext::cpu
 

@@ -204,6 +204,10 @@ void pack_along_rows(Rows<const Storage> rows, int64_t n, int64_t dim, T* panel)
 CUDA_EXT_INLINE Vec<float> round_to_pairs(Vec<float> first, Vec<float> second) {
 #if defined(CUDA_EXT_BFLOAT16_PAIRS_MODEL)
   return (Vec<float>)(bfloat16_words(first) | bfloat16_words(second) << 16);
+#elif defined(CUDA_EXT_NEON)
+  const auto bits = [](Vec<float> v) { return (uint16x4_t)vcvt_bf16_f32((float32x4_t)v); };
+  const uint16x4x2_t pairs = vzip_u16(bits(first), bits(second));
+  return (Vec<float>)vcombine_u16(pairs.val[0], pairs.val[1]);
 #else
   alignas(64) static constexpr auto kOrder = [] {
     std::array<uint16_t, 32> order{};
@@ -220,6 +224,8 @@ CUDA_EXT_INLINE void store_as_pairs(float* pairs, Vec<float> low, Vec<float> hig
 #if defined(CUDA_EXT_BFLOAT16_PAIRS_MODEL)
   store(reinterpret_cast<bfloat16_t*>(pairs), low);
   store(reinterpret_cast<bfloat16_t*>(pairs) + kLanes<float>, high);
+#elif defined(CUDA_EXT_NEON)
+  store(pairs, (Vec<float>)vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)low), (float32x4_t)high));
 #else
   store(pairs, (Vec<float>)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
 #endif
