@@ -20,8 +20,8 @@ pytestmark = pytest.mark.every_backend
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
-# Beyond the rule: both sides may get a value without error where the other rounds once. An lse, which is always float32,
-# may be 8, and then a rounding is that of 8; with 16 bits that does not count.
+# Beyond the rule: both sides may get a value without error where the other rounds once. An lse, which is always
+# float32, may be 8, and then a rounding is that of 8; with 16 bits that does not count.
 ATOL = 2.0
 ATOL_FLOAT32 = 8.0
 
