@@ -82,8 +82,11 @@ class SmLimits:
 # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 SM_LIMITS = {
     "sm_80": SmLimits(164 * 1024),
+    "sm_86": SmLimits(100 * 1024, threads=1536, blocks=16),
     "sm_89": SmLimits(100 * 1024, threads=1536, blocks=24),
     "sm_90a": SmLimits(228 * 1024),
+    "sm_100": SmLimits(228 * 1024),
+    "sm_120": SmLimits(100 * 1024, threads=1536, blocks=24),
 }
 RESERVED_SHARED_BYTES = 1024  # per block, for the system
 

@@ -137,7 +137,7 @@ def wavefronts(cost: dict[str, float]) -> float:
 
 def fit(kernel: Kernel, gpu: Gpu, shared_bytes: int = 0) -> int:
     """The number of blocks that fit on an SM; `shared_bytes` are added to those in golden_kernels.json."""
-    arch = {80: "sm_80", 89: "sm_89", 90: "sm_90a"}[gpu.compute_capability]
+    arch = f"sm_{gpu.compute_capability}" + "a" * (gpu.compute_capability == 90)
     blocks = blocks_per_sm(kernel, arch, kernel.shared_bytes + shared_bytes)
     if not blocks:
         raise ModelError(f"{kernel.name}: expected a block to fit on an SM of {gpu.name}, but it does not")

@@ -43,6 +43,8 @@ def _gpu(**figures: Any) -> Gpu:
 _A100 = "NVIDIA A100 Tensor Core GPU Architecture (whitepaper)"
 _H100 = "NVIDIA H100 Tensor Core GPU Architecture (whitepaper)"
 _ADA = "NVIDIA Ada GPU Architecture (whitepaper)"
+_GA102 = "NVIDIA Ampere GA102 GPU Architecture (whitepaper)"
+_LEARN = "github.com/gau-nernst/learn-cuda at 1454f8b"
 _GUIDE = "CUDA C++ Programming Guide, Compute Capabilities: 4 schedulers; 32 banks of 4 bytes"
 _SPECIAL = "CUDA C++ Programming Guide, Arithmetic Instructions: 16 results of exp2 per cycle"
 _REDUCED = "30 GB/s of red.add per SM of an H200 (flash-attention pull request 2889), if at 1755 MHz"
@@ -148,6 +150,64 @@ GPUS = {
         memory_latency=(632, f"L40, {_BENCHES}, gpu-latency"),
         launch=(1.8e-6, _LAUNCH),
         library_flops=(165e12, "PyTorch, github.com/tinygrad/tinygrad pull request 13623"),
+    ),
+    # Of those below the registers and instructions are those of sm_80.
+    "3090": _gpu(
+        name="RTX 3090",
+        folder="nvidia-geforce-rtx-3090",
+        arch="sm_80",
+        compute_capability=86,
+        sms=(82, _GA102),
+        clock=(1695e6, f"boost, assumed to be sustained: {_GA102}"),
+        multiply_adds=(256, f"71 TFLOP/s with float32 sums, {_GA102}"),
+        shared_bytes=(128, _GUIDE),
+        issued=(4, _GUIDE),
+        special=(16, _SPECIAL),
+        l2_bytes=(16, "assumed: as the RTX 4090"),
+        reduced_bytes=(8, "assumed: half of the L2 bandwidth, as on Hopper"),
+        l2_capacity=(6 << 20, _GA102),
+        memory_bytes=(852e9, "assumed: 91 % of 936 GB/s, as the RTX 4090 reaches"),
+        memory_latency=(632, "assumed: as the L40"),
+        launch=(1.8e-6, _LAUNCH),
+        library_flops=(71e12, "assumed: the peak, as a library reaches on the RTX 4090"),
+    ),
+    "b200": _gpu(
+        name="B200",
+        folder="nvidia-b200",
+        arch="sm_80",
+        compute_capability=100,
+        sms=(148, "NVIDIA Blackwell B200: 148 SMs enabled"),
+        clock=(1850e6, "assumed: sustained while mma.sync, 30 % of the tensor cores' rate, multiplies"),
+        multiply_adds=(768, f"409 TFLOP/s of mma.sync at 4096^3 are 747, {_LEARN}"),
+        shared_bytes=(128, _GUIDE),
+        issued=(4, _GUIDE),
+        special=(16, _SPECIAL),
+        l2_bytes=(36, "assumed: as on Hopper"),
+        reduced_bytes=(17, "assumed: as on Hopper"),
+        l2_capacity=(126 << 20, "NVIDIA Blackwell B200: 126 MB"),
+        memory_bytes=(6.8e12, "assumed: 85 % of 8 TB/s, as A100 reaches"),
+        memory_latency=(650, "assumed: as on Hopper"),
+        launch=(1.8e-6, _LAUNCH),
+        library_flops=(1414e12, f"cuBLAS at 8192^3, {_LEARN}"),
+    ),
+    "5090": _gpu(
+        name="RTX 5090",
+        folder="nvidia-geforce-rtx-5090",
+        arch="sm_80",
+        compute_capability=120,
+        sms=(170, _LEARN),
+        clock=(2407e6, f"boost, by which the peak of 209.5 TFLOP/s is counted, {_LEARN}"),
+        multiply_adds=(256, f"209.5 TFLOP/s with float32 sums, {_LEARN}"),
+        shared_bytes=(128, _GUIDE),
+        issued=(4, _GUIDE),
+        special=(16, _SPECIAL),
+        l2_bytes=(12.7, "assumed: the 5.2 TB/s of an L40"),
+        reduced_bytes=(6.4, "assumed: half of the L2 bandwidth, as on Hopper"),
+        l2_capacity=(96 << 20, "NVIDIA RTX Blackwell GPU Architecture (whitepaper)"),
+        memory_bytes=(1.63e12, "assumed: 91 % of 1.79 TB/s, as the RTX 4090 reaches"),
+        memory_latency=(632, "assumed: as the L40"),
+        launch=(1.8e-6, _LAUNCH),
+        library_flops=(201e12, f"the fastest of cuBLAS, Triton and others at 8192^3 and 400 W, {_LEARN}"),
     ),
 }
 

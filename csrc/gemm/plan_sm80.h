@@ -30,11 +30,12 @@ inline Rates rates_of(const rt::Device& device) {
   switch (device.compute_capability) {
     // T4 (Jia et al., arXiv 1903.07486). float32 is multiplied in float32 arithmetic, at the rate of the shuffles.
     case 75: return {device.num_sms, {512, 16, 16}, 20, block, 64};
-    // RTX 4090; RTX 3090 and 5090 have the same rates.
+    // RTX 4090; an RTX 3090 has the same rates.
     case 86:
-    case 89:
+    case 89: return {device.num_sms, {256, 128, 128.0 / 3}, 16, block};
+    // RTX 5090, assumed to have the L2 bandwidth of an L40, for more SMs.
     case 120:
-    case 121: return {device.num_sms, {256, 128, 128.0 / 3}, 16, block};
+    case 121: return {device.num_sms, {256, 128, 128.0 / 3}, 12.7, block};
     // H100. mma.sync reaches 63 % of its 2048 multiply-adds.
     case 90: return {device.num_sms, {1300, 650, 650.0 / 3}, 36, block};
     // A100. On a B200, mma.sync reaches 75 % of these multiply-adds (409 TFLOP/s).
