@@ -535,6 +535,34 @@ def test_the_same_weights_are_dropped_as_on_a_cpu(options: dict[str, Any], heads
     torch.testing.assert_close(on_cpu, emulated, atol=2e-3, rtol=2e-2)
 
 
+@pytest.mark.cpu_only("emulated as a test wants it")
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_float32_is_as_exact_as_that_of_pytorch(dim: int, causal: bool) -> None:
+    """Of three products of tf32: at most twice the error of SDPA in float32, of outputs and of gradients."""
+    inputs = [torch.randn(1, 2, 300, dim) for _ in range(3)]
+    grad_out = torch.randn(1, 2, 300, dim)
+
+    def results(call: Any, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in inputs]
+        out = call(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad_out.to(dtype))]
+
+    def ours(*leaves: Tensor) -> Tensor:
+        return cuda_ext.flash_attention(*(leaf.transpose(1, 2) for leaf in leaves), causal=causal).transpose(1, 2)
+
+    def theirs(*leaves: Tensor) -> Tensor:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal)
+
+    exact, of_pytorch = results(theirs, torch.float64), results(theirs, torch.float32)
+    with testing.emulated("sm_80"):
+        of_ours = results(ours, torch.float32)
+    for mine, pytorch, right in zip(of_ours, of_pytorch, exact, strict=True):
+        error, of_plain = (float((each.double() - right).square().mean().sqrt()) for each in (mine, pytorch))
+        assert error <= 2 * of_plain, f"{error:.2e}, PyTorch {of_plain:.2e}"
+
+
 # Head dims, and queries and keys of a block.
 # Head dims and the keys of a tile, by architecture.
 BACKWARD_TILES = [

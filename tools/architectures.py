@@ -43,7 +43,11 @@ EMPTY = 8  # registers of a kernel that returns at once, because another is laun
 
 
 # Bytes of local memory that ptxas 13.0 is known to use, at the limit of registers that the launch bounds set.
-KNOWN_LOCAL = {("10.0", "activation_grad.cu"): 8, ("12.0", "gemm_sm80_tf32.cu"): 8}
+KNOWN_LOCAL = {
+    ("10.0", "activation_grad.cu"): 8,
+    ("12.0", "gemm_sm80_tf32.cu"): 8,
+    **{(arch, "attention_cache_sm80_f32_d256.cu"): 8 for arch in ("9.0a", "10.0", "12.0")},
+}
 
 
 @dataclass(frozen=True)

@@ -377,13 +377,24 @@ LOOP_LIMITS = {  # field of Rule and Loop -> what it counts, and what to do abou
 }
 
 
+# Bytes of local memory that ptxas 13.0 is known to use at the limit of 255 registers, by architecture and the beginning
+# of the kernel's name: a load or two for each tile of keys.
+KNOWN_LOCAL = {("sm_90a", "attention_cache_sm80<CacheForward<float, CacheConfig{256, "): 8}
+
+
+def known_local(kernel: Kernel) -> int:
+    known = (size for (arch, name), size in KNOWN_LOCAL.items() if arch == kernel.arch and kernel.name.startswith(name))
+    return max(known, default=0)
+
+
 def faults(kernels: Iterable[Kernel], rules: Sequence[Rule] = RULES) -> list[str]:
     """The faults of the kernels, one sentence each."""
     found = []
     for kernel in kernels:
         where = f"{kernel.arch} {kernel.name}: "
         loads, stores = kernel.count("LDL"), kernel.count("STL")
-        if loads or stores or kernel.stack_bytes or kernel.local_bytes:
+        is_known = 0 < kernel.stack_bytes <= known_local(kernel)
+        if (loads or stores or kernel.stack_bytes or kernel.local_bytes) and not is_known:
             found.append(
                 f"{where}expected everything in registers, got {loads} loads from and {stores} stores to local memory "
                 f"and {kernel.stack_bytes} bytes of stack; registers spill (allow more, or use fewer), or an array is "
