@@ -209,6 +209,30 @@ def test_buckets(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
         torch.testing.assert_close(mine, theirs, atol=0, rtol=1e-6)
 
 
+def test_autocast_does_not_reach_into_composed_attention() -> None:
+    """The ops below autograd have no autocast of their own, and backward may run under it."""
+    x = [torch.randn(1, 5, 2, 300) for _ in range(4)]
+    ops = torch.ops.cuda_ext
+    found = []
+    for enabled in (False, True):
+        with testing.emulated(), torch.autocast("cpu", enabled=enabled):
+            out, lse, _ = ops.flash_attention_forward(*x[:3])
+            found.append([out, lse, *ops.flash_attention_backward(x[3], None, *x[:3], out, lse, None)[:3]])
+    for plain, under_autocast in zip(*found, strict=True):
+        assert torch.equal(plain, under_autocast)
+
+
+def test_composed_dropout_of_a_captured_graph_reads_the_numbers_of_each_replay() -> None:
+    x = torch.randn(1, 5, 2, 300)
+    with testing.emulated():
+        torch.ops.cuda_ext._emulate_capture(torch.tensor([7, 12]))
+        try:
+            states = [torch.ops.cuda_ext.flash_attention_forward(x, x, x, dropout_p=0.2)[2].tolist() for _ in range(2)]
+        finally:
+            torch.ops.cuda_ext._emulate_capture(None)
+    assert states == [[7, 12], [7, 16]]
+
+
 @pytest.mark.parametrize("function", ["flash_attention", "linear", "mlp"])
 def test_gradients_are_checked_in_float64(function: str) -> None:
     """torch.autograd.gradcheck, with the second derivative, as on a CPU."""

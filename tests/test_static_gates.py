@@ -129,7 +129,9 @@ def test_nothing_spills_and_ptxas_has_no_complaint() -> None:
     stamp = _stamp.read()
     found = static_gates.read_kernels(_stamp.LIBRARY, machine_code=False)
     assert len(found) > 300
-    assert [kernel.name for kernel in found if kernel.stack_bytes or kernel.local_bytes or not kernel.threads] == []
+    assert [kernel.name for kernel in found if not kernel.threads] == []
+    spilling = (k for k in found if k.stack_bytes + k.local_bytes > static_gates.known_local(k))
+    assert [kernel.name for kernel in spilling] == []
     assert static_gates.compiler_complaints(static_gates.build_log(stamp)) == []
     assert static_gates.shared_kernels(static_gates.cuda_objects(stamp)) == []
 

@@ -69,7 +69,7 @@ void fill_from(const Tensor& tensor, int64_t dim, int64_t first, double value) {
 // Forward on a CUDA device that has no kernel for the dtype or head dims.
 std::tuple<Tensor, Tensor, Tensor> composed_forward(const Tensor& query, const Tensor& key, const Tensor& value,
                                                     const Options& o) {
-  const c10::DeviceGuard guard(query.device());
+  const Composing composing(query.device());
   AttentionParams p;
   p.dropout_p = o.dropout_p;
   Tensor rng_state = draw_rng_state(p, query.device(), /*by_kernel=*/false);
@@ -139,7 +139,7 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 Gradients composed_backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query,
                             const Tensor& key, const Tensor& value, const OptionalTensor& rng_state,
                             bool needs_grad_bias, const Options& o) {
-  const c10::DeviceGuard guard(query.device());
+  const Composing composing(query.device());
   AttentionGradients g =
       composed_attention_backward(grad_out, value_or_empty(grad_lse), query, key, value, value_or_empty(rng_state), o);
   const Tensor none = empty_on(query.device(), {0}, accumulation_type(query.scalar_type()));

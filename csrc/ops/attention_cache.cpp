@@ -270,7 +270,7 @@ std::tuple<Tensor, Tensor> composed_cached(const char* op, const Tensor& query, 
                  "expected at most 32 bits and head dims up to 256 in a captured graph, got ",
                  dtype_name(query.scalar_type()), " and ", shape.dim, " and ", shape.dim_v,
                  ": others are composed of ops that read lengths on the host");
-  const c10::DeviceGuard guard(query.device());
+  const Composing composing(query.device());
   const std::vector<int64_t> lengths = values_of(a.seqlens), rows = values_of(a.batch_idx),
                              begins = values_of(a.leftpad);
   std::vector<Tensor> outs{

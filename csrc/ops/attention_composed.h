@@ -13,6 +13,16 @@ namespace cuda_ext {
 std::tuple<Tensor, Tensor> composed_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                               const AttentionOptions& options, const Tensor& rng_state = {});
 
+// While it exists, ops compose attention on `device`: products in the dtype of their operands, whatever autocast wants.
+class Composing {
+ public:
+  explicit Composing(at::Device device) : device_(device), no_autocast_(c10::autocast_dispatch_keyset) {}
+
+ private:
+  c10::DeviceGuard device_;
+  c10::impl::ExcludeDispatchKeyGuard no_autocast_;
+};
+
 // The gradients of query, key, value, sinks and bias; the last two are undefined if the op was called without them.
 struct AttentionGradients {
   Tensor query, key, value, sinks, bias;
