@@ -181,3 +181,22 @@ print(all(torch.isfinite(p.grad).all() for p in model.parameters()))
 def test_a_module_of_a_new_process(run_python: Callable) -> None:
     done = run_python("-c", TRAIN)
     assert done.returncode == 0 and done.stdout.endswith("True\n"), done.stdout
+
+
+def test_sync_sites_are_those_of_a_block() -> None:
+    """Not those of other blocks; an outer block has those of the blocks in it."""
+
+    def files(emulation: testing.Emulation) -> set[str]:
+        return {Path(site[0]).name for site in emulation.sync_sites}
+
+    x = torch.randn(40, 64)
+    with testing.emulated() as outer:
+        products()
+        assert files(outer) == files(outer) != set()
+        with testing.emulated() as inner:
+            cuda_ext.flash_attention(*[x.view(1, 40, 1, 64)] * 3)
+            assert not any(name.startswith("gemm") for name in files(inner))
+    assert files(inner) < files(outer)
+    with testing.emulated() as empty:
+        pass
+    assert not files(empty)

@@ -233,6 +233,26 @@ def test_composed_dropout_of_a_captured_graph_reads_the_numbers_of_each_replay()
     assert states == [[7, 12], [7, 16]]
 
 
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float64, 32), (torch.bfloat16, 300)])
+def test_composed_attention_of_a_captured_graph_says_that_it_reads_lengths(dtype: torch.dtype, dim: int) -> None:
+    """Dense attention reads none, forward and backward."""
+    packed, lengths = torch.randn(6, 2, dim, dtype=dtype, requires_grad=True), torch.tensor([0, 2, 6]).int()
+    cache, seqlens = torch.randn(1, 6, 2, dim, dtype=dtype), torch.tensor([4]).int()
+    with testing.emulated():
+        torch.ops.cuda_ext._emulate_capture(torch.tensor([7, 12]))
+        try:
+            with pytest.raises(RuntimeError, match="flash_attention_varlen: expected no capture"):
+                cuda_ext.flash_attention_varlen(
+                    packed, packed, packed, lengths, lengths, max_seqlen_q=4, max_seqlen_k=4
+                )
+            with pytest.raises(RuntimeError, match=r"flash_attention_with_kvcache: .* in a captured graph"):
+                cuda_ext.flash_attention_with_kvcache(cache[:, :1], cache, cache, cache_seqlens=seqlens)
+            cuda_ext.flash_attention(*[packed.unsqueeze(0)] * 3).sum().backward()
+        finally:
+            torch.ops.cuda_ext._emulate_capture(None)
+    assert packed.grad is not None
+
+
 @pytest.mark.parametrize("function", ["flash_attention", "linear", "mlp"])
 def test_gradients_are_checked_in_float64(function: str) -> None:
     """torch.autograd.gradcheck, with the second derivative, as on a CPU."""

@@ -131,7 +131,6 @@ def test_an_op_that_fails_leaves_the_gradient() -> None:
     loss = cuda_ext.linear(x, w).sum()
     with emulated("sm_80") as emulation:
         cuda_ext.gemm(torch.ones(40, 40), torch.ones(40, 40))
-    # Those of all kernels that this process has run, in the order of files and lines.
     barriers = [site for site in emulation.sync_sites if "gemm_sm80.cuh" in site[0] and site[2] == "sync_threads"]
     barrier = barriers[-1]  # before the result is stored
     with emulated("sm_80", check_races=True, skip=barrier), pytest.raises(RuntimeError, match="gemm_sm80: block"):

@@ -379,7 +379,7 @@ LOOP_LIMITS = {  # field of Rule and Loop -> what it counts, and what to do abou
 
 # Bytes of local memory that ptxas 13.0 is known to use at the limit of 255 registers, by architecture and the beginning
 # of the kernel's name: a load or two for each tile of keys.
-KNOWN_LOCAL = {("sm_90a", "attention_cache_sm80<CacheForward<float, CacheConfig{256, "): 8}
+KNOWN_LOCAL = {(arch, "attention_cache_sm80<CacheForward<float, CacheConfig{256, "): 16 for arch in ("sm_80", "sm_90a")}
 
 
 def known_local(kernel: Kernel) -> int:

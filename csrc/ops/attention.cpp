@@ -82,7 +82,8 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, 
   const AttentionShape shape = check_attention(op, query, key, value, o);
   const CudaKernels* cuda = cuda_kernels(op, query.device());
   if (cuda != nullptr) {
-    if (!has_attention_kernel(*cuda, query, shape, /*backward=*/false)) return composed_forward(query, key, value, o);
+    if (!has_attention_kernel(*cuda, query, shape.dim, shape.dim_v, /*backward=*/false))
+      return composed_forward(query, key, value, o);
     if (is_padded(shape)) {
       auto [out, lse, rng_state] = forward(op, padded(query), padded(key), padded(value), padded_options(o, shape));
       return {unpadded(out, shape.dim_v), std::move(lse), std::move(rng_state)};
@@ -166,7 +167,7 @@ Gradients backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const
 
   const CudaKernels* cuda = cuda_kernels(op, query.device());
   if (cuda != nullptr) {
-    if (!has_attention_kernel(*cuda, query, shape, /*backward=*/true))
+    if (!has_attention_kernel(*cuda, query, shape.dim, shape.dim_v, /*backward=*/true))
       return composed_backward(grad_out, grad_lse, query, key, value, rng_state, needs_grad_bias, o);
     if (is_padded(shape)) {
       auto [grad_query, grad_key, grad_value, grad_sinks, grad_bias] =

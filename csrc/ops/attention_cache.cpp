@@ -325,7 +325,7 @@ std::tuple<Tensor, Tensor> attend(const char* op, const Tensor& query, const Cac
     queries = append_rows(op, query, a, *append, new_rows, cuda, scope);
     cache.appended = new_rows.count;
   }
-  if (on_cuda && !has_attention_kernel(*cuda, query, shape, /*backward=*/false))
+  if (on_cuda && !has_attention_kernel(*cuda, query, shape.dim, shape.dim_v, /*backward=*/false))
     return composed_cached(op, queries, a, shape, cache.appended, o);
 
   AttentionShape computed = shape;

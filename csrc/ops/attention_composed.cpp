@@ -232,6 +232,10 @@ struct Segment {
   int64_t index, first_q, rows, first_k, keys;
 };
 std::vector<int64_t> numbers_of(const Tensor& cu_seqlens) {
+  CUDA_EXT_CHECK(!is_capturing(cu_seqlens.device()), "flash_attention_varlen",
+                 "expected no capture of a graph, got one: float64, head dims above 256 (float32 backward: 128) and "
+                 "second derivatives are composed of ops for which the host reads cu_seqlens; pad to a batch of "
+                 "flash_attention");
   // Tensors created inside a transform have no memory to read; item() raises a clear error for what vmap maps.
   const bool has_memory = cu_seqlens.has_storage();
   const Tensor source = has_memory ? cu_seqlens.cpu() : cu_seqlens;

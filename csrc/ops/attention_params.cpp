@@ -80,10 +80,9 @@ double scale_of(const AttentionOptions& o, const AttentionShape& shape) {
 
 }  // namespace
 
-bool has_attention_kernel(const CudaKernels& cuda, const Tensor& query, const AttentionShape& shape, bool backward) {
+bool has_attention_kernel(const CudaKernels& cuda, const Tensor& query, int64_t dim, int64_t dim_v, bool backward) {
   const LaunchScope scope(query.device());
-  return attention_cuda_runs(to_dtype(query.scalar_type()), shape.dim, shape.dim_v, backward,
-                             cuda.attention_device().shared_bytes);
+  return attention_cuda_runs(to_dtype(query.scalar_type()), dim, dim_v, backward, cuda.attention_device().shared_bytes);
 }
 
 Tensor padded(const Tensor& tensor) {

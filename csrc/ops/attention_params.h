@@ -31,8 +31,8 @@ void fill_params(AttentionParams& p, AttentionOperands& operands, const Attentio
 void fill_params(AttentionParams& p, AttentionOperands& operands, const AttentionShape& shape, const Tensor& query,
                  const Tensor& key, const Tensor& value, const AttentionOptions& o, bool on_cuda);
 
-// Whether the device of `query` has a kernel for its dtype and the head dims; else they are composed of other ops.
-bool has_attention_kernel(const CudaKernels& cuda, const Tensor& query, const AttentionShape& shape, bool backward);
+// Whether the device of `query` has a kernel for its dtype and these head dims; else they are composed of other ops.
+bool has_attention_kernel(const CudaKernels& cuda, const Tensor& query, int64_t dim, int64_t dim_v, bool backward);
 
 // CUDA kernels read head dims that are multiples of 8. Others are padded with zeros, which change no product.
 inline int64_t padded_dim(int64_t dim) { return (dim + 7) / 8 * 8; }

@@ -65,8 +65,8 @@ Answer attention_plan(const Tensor& query, const Tensor& key, const Tensor& valu
   AttentionBackwardParams p;
   AttentionOperands operands;
   fill_params(p, operands, shape, query, key, value, o, true);
-  p.dim = (p.dim + 7) / 8 * 8;
-  p.dim_v = (p.dim_v + 7) / 8 * 8;
+  p.dim = padded_dim(p.dim);
+  p.dim_v = padded_dim(p.dim_v);
   p.deterministic = deterministic.value_or(false);
   p.grad_out = dense_view(p.dim_v, o.is_varlen(), p.seqlen_q, p.heads);
   std::string refusal;

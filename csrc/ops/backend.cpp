@@ -156,7 +156,8 @@ bool is_capturing(at::Device device) {
 #if CUDA_EXT_WITH_CUDA
   if (device.is_cuda()) return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
 #endif
-  return false;
+  const std::lock_guard<std::mutex> lock(capture_mutex);
+  return device.is_cpu() && emulated_capture.seed_and_offset.defined();
 }
 
 LaunchScope::LaunchScope(at::Device device) : device_(device), guard_(device) {

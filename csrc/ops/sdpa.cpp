@@ -21,8 +21,8 @@
 #include <cmath>
 #include <mutex>
 
-#include "attention/attention_cuda.h"
 #include "ops/attention_autograd.h"
+#include "ops/attention_params.h"
 #include "ops/autograd.h"
 #include "ops/backend.h"
 
@@ -135,10 +135,10 @@ Outcome tensors_outcome(const Tensor& query, const Tensor& key, const Tensor& va
   if (!is_floating(type) || kernels == Kernels::kNone) return kTensors;
   if (kernels == Kernels::kCpu) return TORCH_GUARD_OR_FALSE(query.sym_size(-1).sym_gt(0)) ? kServed : kHeadDim;
   if (type == at::kDouble) return kTensors;
-  constexpr int64_t kUsualSharedBytes = 100 << 10;  // on sm_75, with less, some are then composed
   const std::optional<int64_t> dim = query.sym_size(-1).maybe_as_int(), dim_v = value.sym_size(-1).maybe_as_int();
+  const CudaKernels& cuda = *cuda_kernels("scaled_dot_product_attention", query.device());
   return dim.value_or(0) > 0 && dim_v.value_or(0) > 0 &&
-                 attention_cuda_runs(to_dtype(type), *dim, *dim_v, /*backward=*/true, kUsualSharedBytes)
+                 has_attention_kernel(cuda, query, *dim, *dim_v, /*backward=*/true)
              ? kServed
              : kHeadDim;
 }

@@ -36,47 +36,50 @@ struct WarpTiles {
 };
 
 // The same for float32 operands, as tf32: each rounded or, unless `in_tf32`, in three products of what rounding keeps
-// and what it drops. Tensor cores round sums towards zero, so every few steps are added in float32 arithmetic.
+// and what it drops. Tensor cores round sums towards zero, so every few steps are added in float32 arithmetic, and the
+// products of what rounding drops, 2^-11 as large as the others, come first: after those, each would round a large sum.
 template <class TileB, int b_stride, class Address, int row_tiles, int column_tiles, class OperandA>
 DEVICE void multiply_float32(const OperandA& load_a, Address b, float (&result)[row_tiles][column_tiles][4],
                              bool in_tf32) {
   constexpr int kSteps = TileB::kDepth / TileB::kStep, kTogether = kSteps % 4 == 0 ? 4 : kSteps % 2 == 0 ? 2 : 1;
 #pragma unroll
   for (int first = 0; first < kSteps; first += kTogether) {
-    Tf32Pair a[kTogether][row_tiles][4];
+    Tf32Fragment<4> rows[kTogether][row_tiles];
 #pragma unroll
     for (int step = 0; step < kTogether; ++step)
 #pragma unroll
       for (int m = 0; m < row_tiles; ++m) {
         uint32_t words[4];
         load_a(words, m, first + step);
-#pragma unroll
-        for (int q = 0; q < 4; ++q) a[step][m][q] = Tf32Pair(words[q]);
+        rows[step][m] = Tf32Fragment<4>(words);
       }
 #pragma unroll
     for (int n = 0; n < column_tiles; n += 2) {
-      float sums[row_tiles][2][4] = {};
+      Tf32Fragment<2> columns[kTogether][2];
 #pragma unroll
       for (int step = 0; step < kTogether; ++step) {
         uint32_t words[4];
         TileB::load_fragment(words, b, n / 2 * b_stride, first + step);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const Tf32Pair low(words[2 * j]), high(words[2 * j + 1]);
-          const uint32_t kept_b[2] = {low.kept, high.kept}, dropped_b[2] = {low.dropped, high.dropped};
-#pragma unroll
-          for (int m = 0; m < row_tiles; ++m) {
-            const Tf32Pair(&x)[4] = a[step][m];
-            const uint32_t kept_a[4] = {x[0].kept, x[1].kept, x[2].kept, x[3].kept};
-            const uint32_t dropped_a[4] = {x[0].dropped, x[1].dropped, x[2].dropped, x[3].dropped};
-            if (!in_tf32 && arch::has_sm80_mma()) {
-              arch::mma_m16n8k8_tf32(sums[m][j], dropped_a, kept_b);
-              arch::mma_m16n8k8_tf32(sums[m][j], kept_a, dropped_b);
-            }
-            arch::mma_m16n8k8_tf32(sums[m][j], kept_a, kept_b);
-          }
-        }
+        columns[step][0] = Tf32Fragment<2>(words);
+        columns[step][1] = Tf32Fragment<2>(words + 2);
       }
+      float sums[row_tiles][2][4] = {};
+      const auto for_each_tile = [&](auto&& multiply_one) {
+#pragma unroll
+        for (int step = 0; step < kTogether; ++step)
+#pragma unroll
+          for (int j = 0; j < 2; ++j)
+#pragma unroll
+            for (int m = 0; m < row_tiles; ++m) multiply_one(sums[m][j], rows[step][m], columns[step][j]);
+      };
+      if (!in_tf32 && arch::has_sm80_mma())
+        for_each_tile([](float (&sum)[4], const Tf32Fragment<4>& row, const Tf32Fragment<2>& column) {
+          arch::mma_m16n8k8_tf32(sum, row.dropped, column.kept);
+          arch::mma_m16n8k8_tf32(sum, row.kept, column.dropped);
+        });
+      for_each_tile([](float (&sum)[4], const Tf32Fragment<4>& row, const Tf32Fragment<2>& column) {
+        arch::mma_m16n8k8_tf32(sum, row.kept, column.kept);
+      });
 #pragma unroll
       for (int m = 0; m < row_tiles; ++m)
 #pragma unroll

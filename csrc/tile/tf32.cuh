@@ -15,17 +15,21 @@ DEVICE uint32_t round_to_tf32(uint32_t bits) {
   return fabsf(arch::bits_float(bits)) < first_that_overflows ? bits + 0x1000 : bits;
 }
 
-// A float32 number x as the nearest tf32 and what that drops, up to 2^-22 x if |x| > 2^-114: below, the hardware takes
-// what is dropped for 0. An infinity drops nothing; a NaN is one in both. Without tensor cores for tf32 nothing is
-// dropped.
-struct Tf32Pair {
-  uint32_t kept, dropped;
+// A fragment of float32 numbers x as the nearest tf32 and what that drops, up to 2^-22 x if |x| > 2^-114: below, the
+// hardware takes what is dropped for 0. An infinity drops nothing; a NaN is one in both. Without tensor cores for tf32
+// nothing is dropped.
+template <int registers>
+struct Tf32Fragment {
+  uint32_t kept[registers], dropped[registers];
 
-  Tf32Pair() = default;
-  DEVICE explicit Tf32Pair(uint32_t bits) {
-    const float x = arch::bits_float(bits);
-    kept = arch::has_sm80_mma() ? round_to_tf32(bits) & 0xffffe000u : bits;
-    dropped = fabsf(x) == INFINITY ? 0u : arch::float_bits(x - arch::bits_float(kept));
+  Tf32Fragment() = default;
+  DEVICE explicit Tf32Fragment(const uint32_t* words) {
+#pragma unroll
+    for (int q = 0; q < registers; ++q) {
+      const float x = arch::bits_float(words[q]);
+      kept[q] = arch::has_sm80_mma() ? round_to_tf32(words[q]) & 0xffffe000u : words[q];
+      dropped[q] = fabsf(x) == INFINITY ? 0u : arch::float_bits(x - arch::bits_float(kept[q]));
+    }
   }
 };
 

@@ -19,6 +19,7 @@ class Emulation:
     _module: Any
     _before: dict[str, int]
     _final: dict[str, int]
+    _sites: set[tuple[str, int, str]]
 
     @property
     def counters(self) -> dict[str, int]:
@@ -32,11 +33,23 @@ class Emulation:
 
     @property
     def sync_sites(self) -> list[tuple[str, int, str]]:
-        """File, line and instruction of every synchronisation call that kernels in this process have executed."""
-        return list(self._module.sync_sites())
+        """File, line and instruction of every synchronisation call that these kernels have executed, in this order."""
+        if not self._final:
+            _hand_out_sync_sites()
+        return sorted(self._sites)
 
 
-_emulation_settings: list[tuple[Any, dict[str, Any]]] = []
+_open_blocks: list[tuple[Emulation, dict[str, Any]]] = []
+
+
+def _hand_out_sync_sites() -> None:
+    """Gives the synchronisation calls since the last time to all open blocks."""
+    for module in {id(emulation._module): emulation._module for emulation, _ in _open_blocks}.values():
+        sites = module.sync_sites()
+        module.reset_sync_sites()
+        for emulation, _ in _open_blocks:
+            if emulation._module is module:
+                emulation._sites.update(sites)
 
 
 @contextmanager
@@ -119,20 +132,23 @@ def emulated_by(module: Any, settings: dict[str, Any]) -> Iterator[Emulation]:
     """`emulated` with the kernels of `module`, which has the interface of the module `_simt` (csrc/emulated)."""
     from cuda_ext._load import ops
 
-    _emulation_settings.append((module, settings))
-    emulation = Emulation(module, dict(module.counters()), {})
+    _hand_out_sync_sites()
+    module.reset_sync_sites()
+    emulation = Emulation(module, dict(module.counters()), {}, set())
+    _open_blocks.append((emulation, settings))
     try:
         _apply_emulation(ops)
         yield emulation
     finally:
+        _hand_out_sync_sites()
         emulation._final.update(emulation.counters)
-        _emulation_settings.pop()
+        _open_blocks.pop()
         _apply_emulation(ops)
 
 
 def is_emulating() -> bool:
     """Whether an `emulated` block is open."""
-    return bool(_emulation_settings)
+    return bool(_open_blocks)
 
 
 @contextmanager
@@ -152,9 +168,9 @@ def attention_without_wgmma() -> Iterator[None]:
 
 def _apply_emulation(ops: Any) -> None:
     """Applies the settings of the innermost block, or ends the emulation outside all blocks."""
-    if not _emulation_settings:
+    if not _open_blocks:
         ops._emulate(0)
         return
-    module, settings = _emulation_settings[-1]
-    module.configure(**settings)
-    ops._emulate(module.kernels())
+    emulation, settings = _open_blocks[-1]
+    emulation._module.configure(**settings)
+    ops._emulate(emulation._module.kernels())

@@ -49,6 +49,9 @@ class Kernels:
     def sync_sites(self) -> list[tuple[str, int, str]]:
         return [(site.file, site.line, site.instruction) for site in self._library.sync_sites()]
 
+    def reset_sync_sites(self) -> None:
+        self._library.reset_sync_sites()
+
 
 # Sources for these alone are compiled with --full.
 MORE = {"f16", "f32", "tf32"}

@@ -169,7 +169,11 @@ class Library:
 
     def reset(self) -> None:
         """Resets counters and synchronisation sites."""
-        self._c.simt_reset()
+        self._c.simt_reset_counters()
+        self.reset_sync_sites()
+
+    def reset_sync_sites(self) -> None:
+        self._c.simt_reset_sync_sites()
 
     def counters(self) -> dict[str, int]:
         values = (ctypes.c_uint64 * self._c.simt_num_counters())()

@@ -94,10 +94,8 @@ EXPORT void simt_read_counters(uint64_t* out) {
   const auto counters = cuda_ext::simt::counters();
   std::memcpy(out, counters.data(), sizeof counters);
 }
-EXPORT void simt_reset() {
-  cuda_ext::simt::reset_counters();
-  cuda_ext::simt::reset_sync_sites();
-}
+EXPORT void simt_reset_counters() { cuda_ext::simt::reset_counters(); }
+EXPORT void simt_reset_sync_sites() { cuda_ext::simt::reset_sync_sites(); }
 // Writes lines of "file\tline\tinstruction"; returns the size of all lines.
 EXPORT size_t simt_sync_sites(char* out, size_t size) {
   std::string text;

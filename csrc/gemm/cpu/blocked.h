@@ -37,6 +37,12 @@ void multiply_panels(int64_t k, const T* a, const T* b, T* tile, bool accumulate
   using Element = Packed<depth, T>;
   const auto* const element_a = reinterpret_cast<const Element*>(a);
   const auto* const element_b = reinterpret_cast<const Element*>(b);
+  // The tile is in L2 or beyond: it arrives while the product is computed.
+#pragma GCC unroll 16
+  for (int i = 0; i < rows; ++i) {
+#pragma GCC unroll 16
+    for (int j = 0; j < vectors; ++j) __builtin_prefetch(tile + i * width + j * kLanes<T>, 1);
+  }
   if (accumulate)
     tile_product<T, rows, vectors, true>(k, element_a, row, step, element_b, width, tile, width);
   else
@@ -62,11 +68,16 @@ MultiplyPanels<T> find_multiply_panels(int64_t rows, int64_t vectors) {
 
 // How the output of each batch is divided into tasks.
 struct Grid {
-  int64_t task_rows;     // a multiple of kRowBlock
-  int64_t task_columns;  // a multiple of kPanelColumns
   int64_t row_tasks;
   int64_t column_tasks;
 };
+
+// Part `index` of `size`, in `parts` parts whose sizes differ by a unit at most: [first, second).
+inline std::pair<int64_t, int64_t> part_of(int64_t size, int64_t unit, int64_t parts, int64_t index) {
+  const int64_t units = ceil_div(size, unit);
+  const auto begin_of = [&](int64_t i) { return std::min(size, units * i / parts * unit); };
+  return {begin_of(index), begin_of(index + 1)};
+}
 
 // The panels of b should fit in half of a 1 MB L2; the partial sums of a task in about 2 MB, with tiles in 4.
 template <class T, bool tiles>
@@ -84,17 +95,13 @@ Grid choose_grid(int64_t m, int64_t n, int64_t batches, int64_t parts, int64_t t
   const int64_t least_rows = ceil_div(m, kMaxTaskRows), least_columns = ceil_div(n, max_columns);
   for (int64_t r = least_rows; r <= std::min(least_rows + threads, ceil_div(m, kRowBlock)); ++r) {
     for (int64_t c = least_columns; c <= std::min(least_columns + threads, ceil_div(n, kPanelColumns<T>)); ++c) {
-      Grid grid;
-      grid.task_rows = ceil_div(ceil_div(m, r), kRowBlock) * kRowBlock;
-      grid.task_columns = ceil_div(ceil_div(n, c), kPanelColumns<T>) * kPanelColumns<T>;
-      grid.row_tasks = ceil_div(m, grid.task_rows);
-      grid.column_tasks = ceil_div(n, grid.task_columns);
-      const double rows = double(std::min(m, grid.task_rows)), columns = double(std::min(n, grid.task_columns) * parts);
-      const double cost = double(ceil_div(grid.row_tasks * grid.column_tasks * batches, threads)) *
-                          (rows * columns + kPackingCost * (rows + columns));
+      const double rows = double(std::min(m, ceil_div(ceil_div(m, kRowBlock), r) * kRowBlock));
+      const double columns = double(std::min(n, ceil_div(ceil_div(n, kPanelColumns<T>), c) * kPanelColumns<T>) * parts);
+      const double cost =
+          double(ceil_div(r * c * batches, threads)) * (rows * columns + kPackingCost * (rows + columns));
       if (cost < best_cost) {
         best_cost = cost;
-        best = grid;
+        best = {r, c};
       }
     }
   }
@@ -250,15 +257,17 @@ void run_panels(const GemmParams& params, const Epilogues<T>& epilogues) {
 
   const auto run_task = [&](int64_t index) {
     const int64_t batch = index / tasks_per_batch;
-    const int64_t row = index % tasks_per_batch % grid.row_tasks * grid.task_rows;
-    const int64_t column = index % tasks_per_batch / grid.row_tasks * grid.task_columns;
+    const int64_t in_batch = index % tasks_per_batch;
+    const auto [row, last_row] = part_of(params.m, kRowBlock, grid.row_tasks, in_batch % grid.row_tasks);
+    const auto [column, last_column] =
+        part_of(params.n, kPanelColumns<T>, grid.column_tasks, in_batch / grid.row_tasks);
     const Task<T, depth, tiles> task{params,
                                      of_batch(params, params.a, batch),
                                      of_batch(params, params.b, batch),
                                      row,
                                      column,
-                                     std::min(grid.task_rows, params.m - row),
-                                     std::min(grid.task_columns, params.n - column),
+                                     last_row - row,
+                                     last_column - column,
                                      depth == 1 ? plain_result<T>(params, batch) : nullptr};
     if (epilogues.is_backward())
       task.run(epilogues.backward());

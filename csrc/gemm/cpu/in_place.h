@@ -268,7 +268,7 @@ template <class T>
 int64_t direct_task_columns(int64_t n, int64_t most, int64_t others, int64_t threads) {
   const int64_t per_other = ceil_div(threads, std::max<int64_t>(1, others));
   const int64_t tasks = ceil_div(ceil_div(n, most), per_other) * per_other;
-  return ceil_div(ceil_div(n, tasks), kPanelColumns<T>) * kPanelColumns<T>;
+  return ceil_div(ceil_div(n, tasks), kLanes<T>) * kLanes<T>;
 }
 
 template <class T>
