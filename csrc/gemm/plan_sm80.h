@@ -29,7 +29,7 @@ inline Rates rates_of(const rt::Device& device) {
   const int block = rt::shared_bytes_of_block(device.compute_capability);
   switch (device.compute_capability) {
     // T4 (Jia et al., arXiv 1903.07486). float32 is multiplied in float32 arithmetic, at the rate of the shuffles.
-    case 75: return {device.num_sms, {512, 16, 16}, 20, block, 64};
+    case 75: return {device.num_sms, {512, 32, 32}, 20, block, 64};
     // A10 and L4. RTX 3090 and 4090 have half of these multiply-adds, but lose less by tiles that are too large than
     // the others by tiles that read too much from L2.
     case 86:
