@@ -52,7 +52,8 @@ INSTRUCTION_SETS = (
 # How fast the kernels are on each major version: products of 16-bit matrices against the fastest library, attention
 # against the fastest kernels. Measured on an H100 alone (benchmarks/results).
 EXPECTATIONS = {
-    7: "float16 on tensor cores, bfloat16 and float32 in float32 arithmetic, several times slower; not measured",
+    7: "float16 about 0.6 of the fastest, bfloat16 and float32 in float32 arithmetic at a tenth of that speed; "
+    "predicted (docs/model.md)",
     8: "about 0.9 of the fastest, predicted (docs/model.md)",
     9: "about 0.9 of the fastest, measured on an H100",
     10: "about 0.3 of the fastest, as others measured of such kernels, without tcgen05: they work, but slowly",

@@ -156,6 +156,8 @@ def sampled_as_nvccs_code(item: pytest.Item) -> dict[str, Any]:
         draws_dtypes = getattr(item.obj, "is_hypothesis_test", False) if isinstance(item, pytest.Function) else False
         left = compiled is not None and (draws_dtypes or bool(dtypes(item) - compiled))
         return {"check": "nvcc's ops", "full": backend != "ptx" or module not in PTX_SUITES or left}
+    if in_ptx and module == "test_sm75":
+        return {"check": "nvcc's code for sm_75"}
     if in_ptx and module in PTX_OF_OPS:
         return {"check": "nvcc's ops"}
     if in_ptx or library.startswith("ptx"):

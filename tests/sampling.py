@@ -22,7 +22,7 @@ SUFFIXES = {".cpp", ".cu", ".cuh", ".h", ".inc", ".py"}
 GENERATED = "_build_info.py"
 
 # Each compiles all kernels once more, or reads the machine code of all: about a minute of two cores.
-CHECKS = ("races", "nvcc's ops", "nvcc's primitives", "machine code")
+CHECKS = ("races", "nvcc's ops", "nvcc's code for sm_75", "nvcc's primitives", "machine code")
 ONE_IN = 7  # slow tests: as many as fit into 20 minutes
 EVERY_VALUE = "every value"
 MARKER = (

@@ -116,7 +116,7 @@ ARCHS = ("7.5", "8.0", "8.6", "9.0a", "10.0", "12.0+PTX")
             "the library was built for 8.9, 9.0a; rebuild it with TORCH_CUDA_ARCH_LIST=8.6",
         ),
         ((9, 0), False, ("8.0",), "the library was built for 8.0; rebuild it with TORCH_CUDA_ARCH_LIST=9.0a"),
-        ((7, 5), True, ARCHS, "mma.sync kernels, compiled for sm_75: float16 on tensor cores, bfloat16 and float32"),
+        ((7, 5), True, ARCHS, "mma.sync kernels, compiled for sm_75: float16 about 0.6 of the fastest, bfloat16 and"),
         ((8, 0), True, ARCHS, "mma.sync kernels, compiled for sm_80: about 0.9 of the fastest, predicted"),
         ((8, 9), True, ARCHS, "mma.sync kernels, compiled for sm_86: about 0.9 of the fastest, predicted"),
         ((9, 0), True, ARCHS, "wgmma kernels, compiled for sm_90a: about 0.9 of the fastest, measured"),

@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -39,11 +40,15 @@ from benchmarks.model.work import RESOURCES, Amounts, Work, time_of
 from benchmarks.presentation.formatting import END, with_section
 from benchmarks.suites import bench_attention, bench_bucket, bench_gemm, measure
 from benchmarks.suites.bench_attention import Problem
-from cuda_ext import testing
+from cuda_ext import info, testing
 
 Capture = pytest.CaptureFixture[str]
-SMALL_SMS = (86, 89, 120)  # 100 KiB of shared memory
+SMALL_SMS = (86, 89, 120, 121)  # 100 KiB of shared memory
 ON_EVERY_GPU = pytest.mark.parametrize("gpu", list(GPUS.values()), ids=list(GPUS))
+# Whose tiles of attention are counted: all but those of sm_75.
+FROM_SM_80 = pytest.mark.parametrize(
+    "gpu", [gpu for gpu in GPUS.values() if gpu.has_cp_async], ids=[name for name in GPUS if GPUS[name].has_cp_async]
+)
 
 
 @pytest.fixture(scope="module")
@@ -416,7 +421,7 @@ def test_attention_on_wgmma_that_costs_more_is_slower(evidence: Evidence) -> Non
         assert time_of(dataclasses.replace(work, **changes), gpu).seconds > 1.03 * before
 
 
-@ON_EVERY_GPU
+@FROM_SM_80
 def test_exponentials_and_reductions_of_attention(gpu: Gpu) -> None:
     batch, length, heads, dim = 4, 4096, 16, 128
     logits = batch * heads * length**2
@@ -467,9 +472,12 @@ def test_as_many_gemm_blocks_fit_as_the_launcher_assumes(evidence: Evidence, gpu
     for dtype, arithmetic in DTYPES.items():
         for config in evidence.configs[arithmetic.index]:
             kernel = evidence.kernel(gpu, config.kernel_name(arithmetic, "nn"))
+            if not gpu.has_cp_async and config.shared_bytes > 64 << 10:
+                continue  # the launcher does not choose it
             blocks_per_sm = fit(kernel, gpu, config.shared_bytes)
-            # 99 KiB of shared memory fit two blocks of 48 KiB.
-            least = min(config.min_blocks, 2) if gpu.compute_capability in SMALL_SMS else config.min_blocks
+            # 99 KiB of shared memory fit two blocks of 48 KiB, 64 KiB one.
+            few = 2 if gpu.has_cp_async else 1
+            least = min(config.min_blocks, few) if gpu.compute_capability in (75, *SMALL_SMS) else config.min_blocks
             assert blocks_per_sm >= least, f"{dtype} {config}"
 
 
@@ -485,7 +493,7 @@ def test_blocks_that_fit() -> None:
     assert blocks(16, 128, 113 * 1024, "sm_80") == 1
 
 
-@ON_EVERY_GPU
+@FROM_SM_80
 def test_as_many_attention_blocks_fit_as_its_tiles_declare(evidence: Evidence, gpu: Gpu) -> None:
     for dim, backward in itertools.product(TILE_DIMS, (False, True)):
         problem = Problem(16, 1024, 8, dim)
@@ -649,7 +657,8 @@ def test_hopper_stays_below_what_mma_sync_can_do() -> None:
 @ON_EVERY_GPU
 def test_predictions_are_consistent(gpu: Gpu) -> None:
     found = list(command.predictions(gpu, None, "bfloat16", "nn", False))
-    assert len(found) == len(SHAPES) + 2 * len(PROBLEMS) + len(PACKS)
+    attention = 2 * len(PROBLEMS) if gpu.has_cp_async else sum(problem.dim <= 128 for problem in PROBLEMS)
+    assert len(found) == len(SHAPES) + attention + len(PACKS)
     for p in found:
         assert p.seconds > max(seconds for name, seconds in p.resources.items() if name != "latency")
         assert p.seconds < sum(p.resources.values()) * 1.5
@@ -657,6 +666,46 @@ def test_predictions_are_consistent(gpu: Gpu) -> None:
         assert p.binding in p.resources and p.chosen and p.measured is None
     deep = [predict_gemm(gpu, 2048, 2048, k)[0].seconds for k in (512, 1024, 4096, 16384)]
     assert deep == sorted(deep)
+
+
+def test_rates_of_products_on_sm_75() -> None:
+    """A tile of 128 x 128 multiplies as much in every arithmetic; three tf32 products are one of float32 there."""
+    gpu, size = GPUS["t4"], 4096
+    for dtype, rate in (("float16", 512), ("bfloat16", 32), ("tf32", 32), ("float32", 32)):
+        (p,) = predict_gemm(gpu, size, size, size, dtype)
+        assert p.resources["tensor"] == pytest.approx(size**3 / (rate * gpu.clock * gpu.sms), rel=0.02)
+
+
+def test_copies_through_registers_are_waited_for(evidence: Evidence) -> None:
+    config = evidence.configs[0][1]
+    t4, asynchronous = GPUS["t4"], dataclasses.replace(GPUS["t4"], compute_capability=86)
+    work = [
+        gemm_work.gemm_work(evidence, gpu, 4096, 4096, 4096, "float16", "nn", config, 1) for gpu in (t4, asynchronous)
+    ]
+    assert work[0].in_flight == 1 < work[1].in_flight and work[0].lead == work[1].lead + t4.memory_latency
+    # A second product for each of sm_80's, and a store for each copy of 16 bytes.
+    copies = (config.block_m + config.block_n) * config.block_k * 2 / (16 * 32)
+    products = config.block_m * config.block_n * config.block_k / (16 * 8 * 16)
+    assert work[0].iteration.issue == pytest.approx(work[1].iteration.issue + copies + products)
+
+
+@ON_EVERY_GPU
+def test_the_report_of_an_installation_agrees_with_the_model(gpu: Gpu) -> None:
+    text = info.EXPECTATIONS[gpu.compute_capability // 10]
+    stated = re.search(r"about (0\.\d+) of the fastest", text)
+    assert stated is not None
+    large = statistics.median(share for share in document.shared_of(gpu)[:3] if share is not None)
+    assert float(stated[1]) == pytest.approx(large, abs=0.1), text
+    if not gpu.has_cp_async:
+        both = [predict_gemm(gpu, 4096, 4096, 4096, dtype)[0].seconds for dtype in ("float16", "bfloat16", "float32")]
+        assert both[1] == pytest.approx(10 * both[0], rel=0.15) and both[2] == pytest.approx(10 * both[0], rel=0.15)
+
+
+def test_large_tiles_where_small_ones_read_too_much() -> None:
+    """An A10 and an L4 multiply twice as fast as an RTX 3090 and 4090 of the same compute capability."""
+    for name in ("a10", "l4", "3090", "4090"):
+        chosen, *others = predict_gemm(GPUS[name], 4096, 4096, 4096, all_configs=True)
+        assert chosen.seconds < 1.1 * min(p.seconds for p in others), chosen.kernel
 
 
 def test_other_configurations_have_their_best_splits(evidence: Evidence) -> None:
@@ -732,6 +781,9 @@ def test_every_figure_has_a_source(field: dataclasses.Field[object]) -> None:
     for gpu in GPUS.values():
         if field.name.startswith(("wgmma", "port")) and gpu.compute_capability != 90:
             continue
+        if field.name == "float32_multiply_adds" and gpu.has_cp_async:
+            assert gpu.float32_multiply_adds == 0
+            continue
         assert getattr(gpu, field.name) > 0
         assert len(gpu.sources[field.name]) > 10
         assert field.name in {name for name, _, _ in gpus.figures(gpu)}
@@ -761,7 +813,8 @@ def test_attention_that_is_not_modelled(evidence: Evidence) -> None:
 
 def test_document_is_current() -> None:
     page = document.DOCUMENT
-    assert with_section(page, document.BEGIN, document.table()) == page.read_text(), "run: benchmarks model --write"
+    for begin, section in ((document.BEGIN, document.table()), (document.BEGIN_SHARES, document.shares())):
+        assert with_section(page, begin, section) == page.read_text(), "run: benchmarks model --write"
 
 
 def test_predicted_times_are_current() -> None:
@@ -773,10 +826,12 @@ def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(document, "DOCUMENT", page)
     monkeypatch.setattr(comparison, "PREDICTED", times)
     monkeypatch.setattr(document, "table", lambda: "| new |\n")
+    monkeypatch.setattr(document, "shares", lambda: "| 1.00 |\n")
     monkeypatch.setattr(document, "predicted_times", lambda: "{}")
-    page.write_text(f"before\n{document.BEGIN}\n| old |\n{END}\nbehind\n")
+    tables = f"before\n{document.BEGIN}\n{{}}{END}\nbetween\n{document.BEGIN_SHARES}\n{{}}{END}\nbehind\n"
+    page.write_text(tables.format("| old |\n", ""))
     assert command.main(["--write"]) == 0
-    assert page.read_text() == f"before\n{document.BEGIN}\n| new |\n{END}\nbehind\n" and times.read_text() == "{}"
+    assert page.read_text() == tables.format("| new |\n", "| 1.00 |\n") and times.read_text() == "{}"
     page.write_text("nothing")
     assert command.main(["--write"]) == 2
     assert "model.md: expected the lines" in capsys.readouterr().err
@@ -785,7 +840,7 @@ def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpu", "v100"], "expected a GPU among a100, h100, h200, 4090, 3090, b200, 5090, got 'v100'"),
+        (["--gpu", "v100"], f"expected a GPU among {', '.join(GPUS)}, got 'v100'"),
         (["--shapes", "4096x4096"], "expected a shape MxNxK such as 4096x4096x4096, got '4096x4096'"),
         (["--shapes", "0x1x1"], "expected a shape MxNxK"),
         (["--shapes", "axbxc"], "expected a shape MxNxK"),

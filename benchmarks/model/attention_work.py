@@ -18,6 +18,8 @@ from benchmarks.model.evidence import (
     demangled,
     fit,
     line_through,
+    more_instructions,
+    multiply_adds,
     sectors,
     wavefronts,
 )
@@ -68,6 +70,8 @@ class AttentionChoice:
 
 
 def attention_choice(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str, backward: bool) -> AttentionChoice:
+    if gpu.compute_capability < 80 and (backward or problem.dim > 128):
+        raise NotModelledError(f"{problem.op()} {problem.name()}: the tiles that {gpu.name} alone has are not counted")
     unbounded = -1
     window = (unbounded if problem.window is None else problem.window, 0 if problem.causal else unbounded)
     choice = evidence.simt.attention_choice(
@@ -142,9 +146,9 @@ def attention_work(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str, b
     kept = width * (keys / tile.block_n if backward else queries / tile.block_m) / len(choice.steps)
 
     iteration = Amounts(
-        tensor=step["mma"] * DTYPES[dtype].multiply_adds,
+        tensor=step["mma"] * multiply_adds(gpu, dtype),
         shared=wavefronts(step),
-        issue=kernel.loop.instructions * tile.warps,
+        issue=kernel.loop.instructions * tile.warps + more_instructions(gpu, step, dtype),
         special=tile.block_m * tile.block_n,
         l2=sectors(step) * SECTOR * streamed,
         reduce=step.get("atomic", 0) * 4,
@@ -407,4 +411,6 @@ def lone_cycles(gpu: Gpu, tile: AttentionTile, iteration: Amounts, step: dict[st
         # Values arrive during the first product, and keys during the rest.
         first = products * tile.dim / (tile.dim + tile.dim_v)
         covers = [first, products - first + between]
+    if not gpu.has_cp_async:  # a block waits for what it copies
+        covers = [0.0] * len(covers)
     return products + between + sum(max(0.0, gpu.memory_latency - cover) for cover in covers)

@@ -9,10 +9,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from benchmarks.model.evidence import EPILOGUE_INSTRUCTIONS, PROLOGUE_INSTRUCTIONS, Evidence, demangled, fit
+from benchmarks.model.evidence import (
+    DTYPES,
+    EPILOGUE_INSTRUCTIONS,
+    PROLOGUE_INSTRUCTIONS,
+    Evidence,
+    demangled,
+    fit,
+    multiply_adds,
+)
 from benchmarks.model.gpus import Gpu
 from benchmarks.model.work import Amounts, Time, Work, time_of
 
+DTYPE = "bfloat16"
 SIZE = 2  # bytes of an element
 ROWS_OF_COMBINE = 4  # of a block of attention_cache_combine
 # Loads that wait for each other before the first keys: the lengths, an entry of the block table.
@@ -72,13 +81,14 @@ def predict_cache(gpu: Gpu, problem: CacheProblem, evidence: Evidence | None = N
     rows_of_item = (
         p.queries * p.heads // p.heads_kv / math.ceil(len(choice.steps) / (p.batch * p.heads_kv * choice.splits))
     )
+    of_mma = DTYPES[DTYPE].multiply_adds
     tile_bytes = tile["block_n"] * 2 * tile["dim"] * SIZE
     key_warps = tile["warps"] * 16 // tile["block_m"]
     parts = p.rows * (p.dim + 1) * 4 if choice.splits > 1 else 0  # bytes of one split
     # Each warp reads its keys and values, and all of its queries for each tile.
     queries_read = tile["block_m"] * tile["dim"] * SIZE * key_warps
     iteration = Amounts(
-        tensor=tile["block_m"] * tile["block_n"] * 2 * tile["dim"],
+        tensor=tile["block_m"] * tile["block_n"] * 2 * tile["dim"] * multiply_adds(gpu, DTYPE) / of_mma,
         shared=(tile_bytes * (1 + tile["warps"] / key_warps) + queries_read) / 128,
         issue=kernel.loop.instructions * tile["warps"],
         special=tile["block_m"] * tile["block_n"],

@@ -71,24 +71,29 @@ def readable(symbols: Sequence[str]) -> list[str]:
     return readable
 
 
+RESERVED_SHARED_BYTES = 1024  # per block, for the system, from sm_80 on
+
+
 @dataclass(frozen=True)
 class SmLimits:
     shared_bytes: int
     registers: int = 65536
     threads: int = 2048
     blocks: int = 32
+    reserved_bytes: int = RESERVED_SHARED_BYTES
 
 
 # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 SM_LIMITS = {
+    "sm_75": SmLimits(64 * 1024, threads=1024, blocks=16, reserved_bytes=0),
     "sm_80": SmLimits(164 * 1024),
     "sm_86": SmLimits(100 * 1024, threads=1536, blocks=16),
     "sm_89": SmLimits(100 * 1024, threads=1536, blocks=24),
     "sm_90a": SmLimits(228 * 1024),
     "sm_100": SmLimits(228 * 1024),
     "sm_120": SmLimits(100 * 1024, threads=1536, blocks=24),
+    "sm_121": SmLimits(100 * 1024, threads=1536, blocks=24),
 }
-RESERVED_SHARED_BYTES = 1024  # per block, for the system
 
 
 def blocks_per_sm(kernel: Kernel, arch: str, shared_bytes: int) -> int:
@@ -96,10 +101,10 @@ def blocks_per_sm(kernel: Kernel, arch: str, shared_bytes: int) -> int:
     limits = SM_LIMITS[arch]
     warps = -(-kernel.threads // 32)
     registers_of_warp = -(-kernel.registers * 32 // 256) * 256
-    shared = -(-(shared_bytes + RESERVED_SHARED_BYTES) // 128) * 128
+    shared = -(-(shared_bytes + limits.reserved_bytes) // 128) * 128
     return min(
         limits.blocks,
         limits.threads // (warps * 32),
         limits.registers // registers_of_warp // warps,
-        limits.shared_bytes // shared,
+        limits.shared_bytes // max(shared, 1),
     )

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 
 from benchmarks import comparison, results
-from benchmarks.model.gpus import GPUS
+from benchmarks.model.evidence import NotModelledError
+from benchmarks.model.gpus import GPUS, Gpu
 from benchmarks.model.predicted import GROUPS, compare, groups, made_up
+from benchmarks.model.prediction import predict_attention, predict_gemm
 from benchmarks.model.tables import markdown
 from benchmarks.presentation.formatting import with_section
+from benchmarks.suites.bench_attention import Problem
 
 DOCUMENT = results.ROOT.parents[1] / "docs" / "model.md"
 BEGIN = "<!-- written by python -m benchmarks model --write -->"
+BEGIN_SHARES = "<!-- shares of the fastest library, written by python -m benchmarks model --write -->"
 MEASURED = GPUS["h100"]
 MEASUREMENTS = results.ROOT / MEASURED.folder
 
@@ -19,6 +23,33 @@ MEASUREMENTS = results.ROOT / MEASURED.folder
 def table() -> str:
     """The speed of each group of kernels measured on an H100, relative to the prediction."""
     return markdown(GROUPS, groups(compare(results.read(MEASUREMENTS), MEASURED)))
+
+
+SHARED_PRODUCTS = ((4096,) * 3, (8192,) * 3, (8192, 14336, 4096), (16, 4096, 4096))
+SHARED_ATTENTION = tuple((dim, backward) for dim in (64, 128) for backward in (False, True))
+
+
+def shares() -> str:
+    """How far from the fastest library each GPU is predicted to be, in float16."""
+    head = ["GPU", *("x".join(map(str, shape)) for shape in SHARED_PRODUCTS)]
+    head += [f"D={dim} {'backward' if backward else 'forward'}" for dim, backward in SHARED_ATTENTION]
+    return markdown(head, [[gpu.name, *map(share, shared_of(gpu))] for gpu in GPUS.values()])
+
+
+def shared_of(gpu: Gpu) -> list[float | None]:
+    """`of_library` of the products and of attention without a mask at S = 4096; None where it is not modelled."""
+    found: list[float | None] = [predict_gemm(gpu, *shape, "float16")[0].of_library for shape in SHARED_PRODUCTS]
+    for dim, backward in SHARED_ATTENTION:
+        try:
+            problem = Problem(4, 4096, 2048 // dim, dim)
+            found.append(predict_attention(gpu, problem, backward, "float16").of_library)
+        except NotModelledError:
+            found.append(None)
+    return found
+
+
+def share(of_library: float | None) -> str:
+    return "" if of_library is None else f"{of_library:.2f}"
 
 
 def predicted_times() -> str:
@@ -32,4 +63,5 @@ def predicted_times() -> str:
 
 def write() -> None:
     DOCUMENT.write_text(with_section(DOCUMENT, BEGIN, table()))
+    DOCUMENT.write_text(with_section(DOCUMENT, BEGIN_SHARES, shares()))
     comparison.PREDICTED.write_text(predicted_times())

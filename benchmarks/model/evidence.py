@@ -119,6 +119,25 @@ class Evidence:
             ) from None
 
 
+def multiply_adds(gpu: Gpu, dtype: str) -> float:
+    """Of an mma of the emulator's counters, in the units of Amounts.tensor."""
+    arithmetic = DTYPES[dtype]
+    if not gpu.float32_multiply_adds or dtype == "float16":
+        return arithmetic.multiply_adds
+    # One product of 16 bytes per row in float32 arithmetic, where others count three of tf32.
+    products = 16 * 8 * 16 if arithmetic.index == 0 else 16 * 8 * 8
+    return products / (3 if dtype == "float32" else 1) * gpu.multiply_adds / gpu.float32_multiply_adds
+
+
+def more_instructions(gpu: Gpu, cost: Mapping[str, float], dtype: str) -> float:
+    """Warp instructions that sm_75 needs beyond those of sm_80's code: a product of float16 is two, and a copy of 16
+    bytes a load and a store. Those of products in float32 arithmetic are in their rate."""
+    if gpu.has_cp_async:
+        return 0.0
+    copies = cost.get("global_load_sectors", 0) * SECTOR / (32 * 16)
+    return copies + (cost.get("mma", 0) if dtype == "float16" else 0.0)
+
+
 def line_through(points: Sequence[tuple[float, Mapping[str, float]]]) -> tuple[dict[str, float], dict[str, float]]:
     """(slope, intercept) of counters at two sizes."""
     (small, low), (large, high) = points

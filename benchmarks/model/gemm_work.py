@@ -17,6 +17,8 @@ from benchmarks.model.evidence import (
     ModelError,
     fit,
     line_through,
+    more_instructions,
+    multiply_adds,
     sectors,
     wavefronts,
 )
@@ -76,13 +78,13 @@ def gemm_work(
     warps = config.warps_m * config.warps_n
     blocks_per_sm = fit(kernel, gpu, config.shared_bytes)
     iteration = Amounts(
-        tensor=k_tile["mma"] * arithmetic.multiply_adds,
+        tensor=k_tile["mma"] * multiply_adds(gpu, dtype),
         shared=wavefronts(k_tile),
-        issue=kernel.loop.instructions * warps,
+        issue=kernel.loop.instructions * warps + more_instructions(gpu, k_tile, dtype),
         l2=sectors(k_tile) * SECTOR * read,
     )
     outside = Amounts(
-        tensor=rest["mma"] * arithmetic.multiply_adds,
+        tensor=rest["mma"] * multiply_adds(gpu, dtype),
         shared=wavefronts(rest),
         issue=EPILOGUE_INSTRUCTIONS * rest["shared_wavefronts"] + PROLOGUE_INSTRUCTIONS * warps,
         l2=sectors(rest) * SECTOR * written,
@@ -95,8 +97,8 @@ def gemm_work(
         iterations=k_tiles,
         iteration=iteration,
         outside=outside,
-        in_flight=config.stages - 1,
-        lead=kernel.loop.lead * warps / gpu.issued,
+        in_flight=config.stages - 1 if gpu.has_cp_async else 1,
+        lead=kernel.loop.lead * warps / gpu.issued + (0 if gpu.has_cp_async else gpu.memory_latency),
         memory_bytes=excess * operand_bytes(gpu, m, n, k, config, blocks_per_sm) + m * n * config.element_bytes,
     )
     if splits == 1:

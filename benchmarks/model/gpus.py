@@ -31,7 +31,13 @@ class Gpu:
     wgmma_clock: float = 0.0  # hertz, sustained while wgmma multiplies random numbers
     wgmma_multiply_adds: float = 0.0  # per cycle, as multiply_adds
     port_bytes: float = 0.0  # per cycle, from L2 to one SM while few others read
+    # Of sm_75, as multiply_adds: bfloat16 and float32, which are multiplied in float32 arithmetic; 0 elsewhere.
+    float32_multiply_adds: float = 0.0
     sources: dict[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def has_cp_async(self) -> bool:
+        return self.compute_capability >= 80
 
 
 def _gpu(**figures: Any) -> Gpu:
@@ -44,6 +50,7 @@ _A100 = "NVIDIA A100 Tensor Core GPU Architecture (whitepaper)"
 _H100 = "NVIDIA H100 Tensor Core GPU Architecture (whitepaper)"
 _ADA = "NVIDIA Ada GPU Architecture (whitepaper)"
 _GA102 = "NVIDIA Ampere GA102 GPU Architecture (whitepaper)"
+_TURING = "NVIDIA Turing GPU Architecture (whitepaper)"
 _LEARN = "github.com/gau-nernst/learn-cuda at 1454f8b"
 _GUIDE = "CUDA C++ Programming Guide, Compute Capabilities: 4 schedulers; 32 banks of 4 bytes"
 _SPECIAL = "CUDA C++ Programming Guide, Arithmetic Instructions: 16 results of exp2 per cycle"
@@ -51,6 +58,8 @@ _REDUCED = "30 GB/s of red.add per SM of an H200 (flash-attention pull request 2
 _BENCHES = "github.com/te42kyfo/gpu-benches at 1c36d50"
 _MAMF = "maximum achievable matmul, github.com/stas00/ml-engineering, compute/accelerator"
 _MMA_SYNC = "4096 / 2 by the whitepaper, of which mma.sync reaches 64.9 % (arXiv 2402.13499)"
+_RATES = "github.com/zzc0721/torch-performance-test-data"
+_SPARK = "NVIDIA DGX Spark datasheet"
 _LAUNCH = f"2.5 to 2.7 us per kernel that moves 64 KiB ({_BENCHES}, gpu-small-kernels), minus twice the memory latency"
 _HOPPER_CLOCK = (
     "assumed, within 10 %: above the 1570 MHz at which wgmma, at 95 % of its rate, reaches 808 TFLOP/s "
@@ -208,6 +217,84 @@ GPUS = {
         memory_latency=(632, "assumed: as the L40"),
         launch=(1.8e-6, _LAUNCH),
         library_flops=(201e12, f"the fastest of cuBLAS, Triton and others at 8192^3 and 400 W, {_LEARN}"),
+    ),
+    # Cards with a power limit far below what their tensor cores would take.
+    "t4": _gpu(
+        name="T4",
+        folder="tesla-t4",
+        arch="sm_80",
+        compute_capability=75,
+        sms=(40, _TURING),
+        clock=(1000e6, f"assumed: by 70 W; the same chip with more reaches 56 TFLOP/s, 0.86 of 65 ({_RATES} issue 90)"),
+        multiply_adds=(512, f"65 TFLOP/s at 1590 MHz, {_TURING}"),
+        float32_multiply_adds=(32, "32 shuffles of a float32 product of 1024, at 32 lanes per cycle; bfloat16 assumed"),
+        shared_bytes=(64, "Jia et al., arXiv 1903.07486"),
+        issued=(4, _GUIDE),
+        special=(16, _SPECIAL),
+        l2_bytes=(20, "Jia et al., arXiv 1903.07486"),
+        reduced_bytes=(10, "assumed: half of the L2 bandwidth, as on Hopper"),
+        l2_capacity=(4 << 20, _TURING),
+        memory_bytes=(240e9, "assumed: 75 % of 320 GB/s (NVIDIA T4 datasheet)"),
+        memory_latency=(570, "assumed: as the A100"),
+        launch=(1.8e-6, _LAUNCH),
+        library_flops=(41e12, "assumed: the peak at that clock, as a library reaches on the RTX 4090"),
+    ),
+    "a10": _gpu(
+        name="A10",
+        folder="nvidia-a10",
+        arch="sm_80",
+        compute_capability=86,
+        sms=(72, "NVIDIA A10 datasheet: 9216 CUDA cores, 128 per SM"),
+        clock=(950e6, f"assumed: by 150 W; 48 such SMs reach 60 TFLOP/s at 140 W (RTX A4000, {_RATES} issue 97)"),
+        multiply_adds=(512, "125 TFLOP/s at 1695 MHz, NVIDIA A10 datasheet"),
+        shared_bytes=(128, _GUIDE),
+        issued=(4, _GUIDE),
+        special=(16, _SPECIAL),
+        l2_bytes=(16, "assumed: as the RTX 4090"),
+        reduced_bytes=(8, "assumed: half of the L2 bandwidth, as on Hopper"),
+        l2_capacity=(6 << 20, _GA102),
+        memory_bytes=(546e9, "assumed: 91 % of 600 GB/s (NVIDIA A10 datasheet), as the RTX 4090 reaches"),
+        memory_latency=(632, "assumed: as the L40"),
+        launch=(1.8e-6, _LAUNCH),
+        library_flops=(70e12, "assumed: the peak at that clock, as a library reaches on the RTX 4090"),
+    ),
+    "l4": _gpu(
+        name="L4",
+        folder="nvidia-l4",
+        arch="sm_80",
+        compute_capability=89,
+        sms=(58, "NVIDIA L4 datasheet: 7424 CUDA cores, 128 per SM"),
+        clock=(1000e6, "assumed: the library's TFLOP/s, if they are the peak at the clock that 72 W allow"),
+        multiply_adds=(512, "121 TFLOP/s without sparsity at 2040 MHz, NVIDIA L4 datasheet"),
+        shared_bytes=(128, _GUIDE),
+        issued=(4, _GUIDE),
+        special=(16, _SPECIAL),
+        l2_bytes=(16, "assumed: as the RTX 4090"),
+        reduced_bytes=(8, "assumed: half of the L2 bandwidth, as on Hopper"),
+        l2_capacity=(48 << 20, "NVIDIA L4 datasheet"),
+        memory_bytes=(273e9, "assumed: 91 % of 300 GB/s (NVIDIA L4 datasheet), as the RTX 4090 reaches"),
+        memory_latency=(632, "assumed: as the L40"),
+        launch=(1.8e-6, _LAUNCH),
+        library_flops=(59.4e12, f"PyTorch, bfloat16 at 8192^3, {_RATES} issue 120"),
+    ),
+    "spark": _gpu(
+        name="DGX Spark",
+        folder="nvidia-gb10",
+        arch="sm_80",
+        compute_capability=121,
+        sms=(48, f"6144 CUDA cores, 128 per SM, {_SPARK}"),
+        clock=(2418e6, "boost, assumed to be sustained: 29.7 float32 TFLOP/s, huggingface.js pull request 1861"),
+        multiply_adds=(256, f"assumed: as the RTX 5090; 1/16 of the 1 PFLOP/s of FP4 with sparsity, {_SPARK}"),
+        shared_bytes=(128, _GUIDE),
+        issued=(4, _GUIDE),
+        special=(16, _SPECIAL),
+        l2_bytes=(16, "assumed: as the RTX 4090"),
+        reduced_bytes=(8, "assumed: half of the L2 bandwidth, as on Hopper"),
+        l2_capacity=(24 << 20, "assumed: 24 MB, as its device properties are reported"),
+        memory_bytes=(232e9, f"assumed: 85 % of 273 GB/s ({_SPARK}), as A100 reaches"),
+        memory_latency=(800, "assumed: LPDDR5X behind another chip, longer than an L40's 632"),
+        launch=(1.8e-6, _LAUNCH),
+        library_flops=(59.4e12, "assumed: the peak, as a library reaches on the RTX 4090"),
     ),
 }
 

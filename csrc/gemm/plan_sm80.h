@@ -29,10 +29,11 @@ inline Rates rates_of(const rt::Device& device) {
   const int block = rt::shared_bytes_of_block(device.compute_capability);
   switch (device.compute_capability) {
     // T4 (Jia et al., arXiv 1903.07486). float32 is multiplied in float32 arithmetic, at the rate of the shuffles.
-    case 75: return {device.num_sms, {512, 16, 16}, 20, block, 64};
-    // RTX 4090; an RTX 3090 has the same rates.
+    case 75: return {device.num_sms, {512, 32, 32}, 20, block, 64};
+    // A10 and L4. RTX 3090 and 4090 have half of these multiply-adds, but lose less by tiles that are too large than
+    // the others by tiles that read too much from L2.
     case 86:
-    case 89: return {device.num_sms, {256, 128, 128.0 / 3}, 16, block};
+    case 89: return {device.num_sms, {512, 256, 256.0 / 3}, 16, block};
     // RTX 5090, assumed to have the L2 bandwidth of an L40, for more SMs.
     case 120:
     case 121: return {device.num_sms, {256, 128, 128.0 / 3}, 12.7, block};

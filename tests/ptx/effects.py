@@ -219,19 +219,27 @@ def _stmatrix(m: Modifiers, o: Operands, site: str) -> list[str]:
     return [*writes, f"simt::stmatrix({row}, thread.vector.uint32_ts, {count}, {transposed}, {site});"]
 
 
+# By shape and type: the function of operations.h, and the registers of b; a has twice as many.
+_MMA = {
+    ("m16n8k16", "f16"): ("mma_m16n8k16<true>", 2),
+    ("m16n8k16", "bf16"): ("mma_m16n8k16<false>", 2),
+    ("m16n8k8", "tf32"): ("mma_m16n8k8_tf32", 2),
+    ("m16n8k8", "f16"): ("mma_m16n8k8", 1),
+}
+
+
 @opcode("mma")
 def _mma(m: Modifiers, o: Operands, site: str) -> str:
     m.all("sync", "aligned")
     shape = m.must("m16n8k16", "m16n8k8")
     m.all("row", "col", "f32")
-    types = ("f16", "bf16") if shape == "m16n8k16" else ("tf32",)
-    m.must(kind := m.must(*types))
+    m.must(kind := m.must(*(kind for of, kind in _MMA if of == shape)))
     m.must("f32")
+    function, registers = _MMA[shape, kind]
     d = [o.names.variable(each) for each in o.braced() if o.names.type_of(each) == "f32"]
-    a, b, c = o.values("b32", 4), o.values("b32", 2), o.values("f32", 4)
+    a, b, c = o.values("b32", 2 * registers), o.values("b32", registers), o.values("f32", 4)
     if len(d) != 4:
         raise Unsupported("expected 4 registers of type f32 for the sum")
-    function = "mma_m16n8k8_tf32" if kind == "tf32" else f"mma_m16n8k16<{'true' if kind == 'f16' else 'false'}>"
     return f"{function}({', '.join((*d, *a, *b, *c))}, {site});"
 
 

@@ -33,13 +33,14 @@ class Fault:
 
 
 FAULTS: dict[str, Fault] = {}
+ARCHS = {"75": "sm_75", "": "sm_80", "90": "sm_90a"}
 
 
 def fault(name: str, file: str, right: str, wrong: str, source: str, case: str, found: str = VALUES) -> None:
-    """Registers a fault; kernels of a `source` that ends in "@90" are compiled for sm_90a."""
-    source, _, newer = source.partition("@")
+    """Registers a fault; kernels of a `source` that ends in "@75" or "@90" are compiled for sm_75 or sm_90a."""
+    source, _, other = source.partition("@")
     assert name not in FAULTS
-    FAULTS[name] = Fault(file, right, wrong, source, case, found, "sm_90a" if newer else "sm_80")
+    FAULTS[name] = Fault(file, right, wrong, source, case, found, ARCHS[other])
 
 
 MMA, MEMORY, WARP, GRID = "conformance_mma", "conformance_memory", "conformance_warp", "conformance_grid"
@@ -186,6 +187,14 @@ fault("a tensor map of another type", "rt/tensor_map.cu",
 fault("a tensor map of one dimension less", "rt/tensor_map.cu", "kTypes[int(t.element)], cuuint32_t(t.rank)",
       "kTypes[int(t.element)], cuuint32_t(t.rank - 1)", SM90, "tma_load_3d_48_none_float16",
       "coordinates for a tensor of")
+
+# Asm strings and branches of sm_75.
+fault("an 8-deep mma with rows of A swapped", "arch/mma.cuh", '"r"(a0), "r"(a1), "r"(b)', '"r"(a1), "r"(a0), "r"(b)',
+      MMA + "@75", "mma_f16")
+fault("products of sm_80 assumed before it", "arch/mma.cuh", "return kComputeCapability >= 80;",
+      "return kComputeCapability >= 75;", MMA + "@75", "mma_bf16")
+fault("copies of sm_80 assumed before it", "arch/async_copy.cuh", "has_cp_async() { return false; }",
+      "has_cp_async() { return true; }", MEMORY + "@75", "cp_async")
 
 # Asm strings and branches of sm_90.
 fault("coordinates of a tile swapped", "arch/tma.cuh", 'CUDA_EXT_TMA_RANK(2, "{%3, %4}"',

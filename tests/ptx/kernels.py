@@ -81,6 +81,13 @@ def sources(everything: bool, arch: str = "sm_80") -> list[Path]:
     return [path for path in found if everything or not MORE & set(path.stem.split("_"))]
 
 
+# By the folder of the kernels: what selects and launches them.
+LAUNCHERS = {
+    "gemm": ("gemm/gemm_cuda", "gemm/gemm_sm90", "gemm/gemm_passes"),
+    "attention": ("attention/attention_cuda", "attention/attention_combine"),
+}
+
+
 @functools.cache
 def load(arch: str = "sm_80", everything: bool = False) -> Kernels:
     """The kernels of `sources(everything)` compiled for `arch`.

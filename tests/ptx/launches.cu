@@ -59,6 +59,7 @@ copy_kernel(const uint32_t* in, uint32_t* out) {
                                        constexpr rt::LaunchConfig config{__VA_ARGS__};                              \
                                        rt::launch<copy_kernel<config.nonportable_cluster>>(#name, config, in, out); \
                                      }})
+LAUNCH(shared_64_kib, .threads = 32, .shared_bytes = 64 << 10);
 LAUNCH(shared_100_kib, .threads = 32, .shared_bytes = 100 << 10);
 LAUNCH(shared_228_kib, .threads = 32, .shared_bytes = 228 << 10);
 LAUNCH(shared_too_little, .threads = 32, .shared_bytes = 64);

@@ -169,6 +169,12 @@ inline void mma_m16n8k8_tf32(float& d0, float& d1, float& d2, float& d3, uint32_
   simt::mma_m16n8k8_tf32(d, {a0, a1, a2, a3}, {b0, b1}, site);
   d0 = d[0], d1 = d[1], d2 = d[2], d3 = d[3];
 }
+inline void mma_m16n8k8(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, uint32_t b, float c0,
+                        float c1, float c2, float c3, Site site) {
+  float d[] = {c0, c1, c2, c3};
+  simt::mma_m16n8k8(d, a0, a1, b, site);
+  d0 = d[0], d1 = d[1], d2 = d[2], d3 = d[3];
+}
 inline void wgmma(float* d, const simt::WgmmaOperands& operands, Site site) { simt::wgmma(d, operands, site); }
 template <class... At>
 void tma_load(uint32_t to, const uint64_t* map, uint64_t* barrier, uint32_t blocks, Site site, At... at) {

@@ -13,6 +13,7 @@
 #include <string>
 #include <utility>
 
+#include "base/device.h"
 #include "runtime.h"
 #include "simt/launch.h"
 #include "simt/tensor_map.h"
@@ -22,7 +23,6 @@ namespace cuda_ext::ptx {
 namespace {
 
 constexpr size_t kSharedWithoutAsking = 48 * 1024;
-constexpr size_t kReservedShared = 1024;  // per block
 constexpr int kMaxPortableCluster = 8, kMaxCluster = 16;
 constexpr int kSome = 6;  // concurrent blocks of kernels whose blocks wait for earlier ones; as in rt::launch
 
@@ -100,14 +100,17 @@ Function* find(const void* host) {
 struct Device {
   int compute_capability = std::max(simt::options().compute_capability, target());
   int processors = simt::options().num_sms;
-  size_t shared_bytes = size_t(simt::Options{.compute_capability = compute_capability}.shared_bytes());
-  int threads = compute_capability == 80 || compute_capability >= 90 ? 2048 : 1536;  // per SM
-  int blocks = compute_capability == 80 || compute_capability >= 90 ? 32 : compute_capability == 89 ? 24 : 16;
+  size_t shared_bytes = size_t(rt::shared_bytes_of_sm(compute_capability));
+  size_t shared_of_block = size_t(rt::shared_bytes_of_block(compute_capability));
+  size_t reserved = shared_bytes - shared_of_block;  // per block
+  bool is_large = compute_capability == 80 || compute_capability >= 90;
+  int threads = is_large ? 2048 : compute_capability >= 80 ? 1536 : 1024;  // per SM
+  int blocks = is_large ? 32 : compute_capability == 89 ? 24 : 16;
 
-  size_t shared_of_block() const { return shared_bytes - kReservedShared; }
   // Blocks per SM, as limited by everything but registers, which only ptxas knows.
   int blocks_per_sm(int block, size_t shared) const {
-    return int(std::min({size_t(blocks), size_t(threads / block), shared_bytes / (shared + kReservedShared)}));
+    const size_t of_block = std::max(shared + reserved, size_t(1));
+    return int(std::min({size_t(blocks), size_t(threads / block), shared_bytes / of_block}));
   }
 };
 
@@ -288,7 +291,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
     case cudaDevAttrComputeCapabilityMinor: *value = is.compute_capability % 10; break;
     case cudaDevAttrMultiProcessorCount: *value = is.processors; break;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = int(is.shared_bytes); break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = int(is.shared_of_block()); break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = int(is.shared_of_block); break;
     default:
       return refuse(cudaErrorInvalidValue, "device attribute " + std::to_string(attribute) + " is not known here");
   }
@@ -300,9 +303,9 @@ cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, 
   if (function == nullptr) return refuse(cudaErrorInvalidDeviceFunction, "no such kernel");
   const ptx::Device device;
   if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize) {
-    if (value < 0 || size_t(value) > device.shared_of_block())
+    if (value < 0 || size_t(value) > device.shared_of_block)
       return refuse(cudaErrorInvalidValue, std::to_string(value) + " bytes of shared memory; a block has at most " +
-                                               std::to_string(device.shared_of_block()));
+                                               std::to_string(device.shared_of_block));
     function->shared_allowed = size_t(value);
   } else if (attribute == cudaFuncAttributeNonPortableClusterSizeAllowed) {
     function->nonportable_cluster = value != 0;

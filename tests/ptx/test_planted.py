@@ -137,17 +137,10 @@ def instructions(csrc: Path, fault: Fault, folder: Path) -> list[tuple[str, list
     return [(entry.name, lines(entry)) for entry in module.entries]
 
 
-# By the folder of the kernels: what selects and launches them.
-LAUNCHERS = {
-    "gemm": ("gemm/gemm_cuda", "gemm/gemm_sm90", "gemm/gemm_passes"),
-    "attention": ("attention/attention_cuda", "attention/attention_combine"),
-}
-
-
 def detect(fault: Fault, csrc: Path, folder: Path) -> str:
     """The message of the build or test that detects the fault, or nothing."""
     others = kernels.OTHERS if "/" in fault.source else kernels.OTHERS[:1]
-    launchers = [csrc / f"{name}.cu" for name in LAUNCHERS.get(fault.source.partition("/")[0], ())]
+    launchers = [csrc / f"{name}.cu" for name in kernels.LAUNCHERS.get(fault.source.partition("/")[0], ())]
     sources = [source_of(fault, csrc), *launchers]
     try:
         path = build.build_library("wrong", sources, others, arch=fault.arch, csrc=csrc, folder=folder, stubs=True)

@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ptx import build
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "simt"))
 from harness import Fault, Library
 
@@ -19,6 +17,7 @@ CUDA_ERROR_INVALID_VALUE = 1
 
 # Accepted cases, and the configuration they request.
 GOOD = {
+    "shared_64_kib": "grid (1, 1, 1), 32 threads, 65536 bytes",
     "shared_100_kib": "grid (1, 1, 1), 32 threads, 102400 bytes",
     "shared_grows": "grid (1, 1, 1), 32 threads, 102400 bytes",
     "cooperative": "grid (4, 1, 1), 32 threads, 102400 bytes, cooperative",
@@ -54,10 +53,7 @@ STOPPED = {
 
 
 def library_for(arch: str) -> Library:
-    if build.find_toolkit() is None:
-        pytest.skip(build.NO_NVCC)
-    others = [(Path(__file__).resolve().parent.parent / "simt" / "library.cpp", ())]
-    return Library(build.build_library(f"launches-{arch}", [HERE / "launches.cu"], others, arch=arch))
+    return Library.build_for(f"ptx_{arch}", "launches", [HERE / "launches.cu"])
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +64,11 @@ def library() -> Library:
 @pytest.fixture(scope="module")
 def sm80() -> Library:
     return library_for("sm_80")
+
+
+@pytest.fixture(scope="module")
+def sm75() -> Library:
+    return library_for("sm_75")
 
 
 DATA = np.arange(100, 132, dtype=np.uint32)
@@ -113,6 +114,13 @@ def test_refused_launches(library: Library, name: str) -> None:
 def test_launches_refused_on_sm_80(sm80: Library, name: str) -> None:
     with pytest.raises(Fault, match=SM90_ONLY[name]):
         sm80.run(name, DATA)
+
+
+def test_a_block_of_sm_75_may_have_all_shared_memory(sm75: Library) -> None:
+    """Later devices keep 1 KiB for each block."""
+    np.testing.assert_array_equal(sm75.run("shared_64_kib", DATA), DATA[::-1] + 1)
+    with pytest.raises(Fault, match="needs 102400 bytes of shared memory per block, but device 0 has 65536"):
+        sm75.run("shared_100_kib", DATA)
 
 
 def test_tensor_maps(library: Library) -> None:

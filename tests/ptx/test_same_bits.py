@@ -179,11 +179,15 @@ def units_apart(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.sampled
 def test_bits_equal_those_of_the_direct_emulation(library: kernels.Kernels, name: str, dtype: torch.dtype) -> None:
-    expected = run(CASES[name], dtype, testing.emulated(threads=1))
+    assert_same_bits(library, name, dtype)
+
+
+def assert_same_bits(library: kernels.Kernels, name: str, dtype: torch.dtype, arch: str = "sm_80") -> None:
+    expected = run(CASES[name], dtype, testing.emulated(arch, threads=1))
     most = MAX_UNITS if reason(name, dtype) else 0.0
     first: list[Tensor] = []
     for options in MODES:
-        got = run(CASES[name], dtype, kernels.emulated(library, threads=1, **options))
+        got = run(CASES[name], dtype, kernels.emulated(library, arch, threads=1, **options))
         first = first or got
         for number, (ours, theirs, eager) in enumerate(zip(got, expected, first, strict=True)):
             assert torch.equal(ours, eager), f"output {number} differs between eager mode and mode {options['mode']}"

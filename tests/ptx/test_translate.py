@@ -72,6 +72,14 @@ def test_labels_and_predicates() -> None:
     assert "if (!_p1) { goto L__BB0_2; }" in code and "L__BB0_2:;" in code and "if (_p1) { _r3 = _r1; }" in code
 
 
+def test_a_product_8_deep_has_two_registers_of_a_and_one_of_b() -> None:
+    mma = "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32"
+    code = body_of(f"{mma} {{%f1,%f2,%f3,%f4}}, {{%r1,%r2}}, {{%r3}}, {{%f5,%f6,%f7,%f8}};")
+    assert "mma_m16n8k8(_f1, _f2, _f3, _f4, _r1, _r2, _r3, _f5, _f6, _f7, _f8, " in code
+    with pytest.raises(parse.Unsupported, match="expected 2 operands in braces, got 4"):
+        body_of(f"{mma} {{%f1,%f2,%f3,%f4}}, {{%r1,%r2,%r3,%r4}}, {{%r5,%r6}}, {{%f5,%f6,%f7,%f8}};")
+
+
 def test_arrivals_at_barriers_of_the_cluster() -> None:
     for order in ("", ".release.cluster"):
         code = body_of(f"mbarrier.arrive{order}.shared::cluster.b64 _, [%r1];")

@@ -28,7 +28,7 @@ from cuda_ext import _emulator  # noqa: E402
 
 BUILD = _emulator.FOLDER
 # How kernels are built for the emulator: as C++, or by nvcc for an architecture (tests/ptx).
-BUILDS = ("simt", "ptx_sm_80", "ptx_sm_90a")
+BUILDS = ("simt", "ptx_sm_75", "ptx_sm_80", "ptx_sm_90a")
 
 
 class Fault(RuntimeError):
@@ -79,7 +79,11 @@ class Library:
             pytest.skip(build.NO_NVCC)
         arch = kind.removeprefix("ptx_")
         files = [HERE / source for source in sources]
-        return cls(build.build_library(f"{name}-{arch}", files, [(HERE / "library.cpp", ())], arch=arch))
+        library = cls(build.build_library(f"{name}-{arch}", files, [(HERE / "library.cpp", ())], arch=arch))
+        if arch == "sm_75":  # the default device also has instructions of sm_80
+            library.compute_capability = 75
+            library.configure()
+        return library
 
     def in_bytes(self, name: str) -> int:
         return int(self._c.conformance_in_bytes(self.index[name]))

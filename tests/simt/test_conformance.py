@@ -28,6 +28,7 @@ SOURCES = [
     "conformance_cluster.cu",
     "conformance_wgmma.cu",
 ]
+WITHOUT_SM90 = ("ptx_sm_75", "ptx_sm_80")  # kinds of BUILDS
 SOURCES_SM80 = [name for name in SOURCES if name.removesuffix(".cu").split("_")[1] not in ("sm90", "cluster", "wgmma")]
 MODES = [
     {"mode": "eager", "schedule": "fifo"},
@@ -349,7 +350,7 @@ def assert_same(name: str, got: np.ndarray, expected: np.ndarray) -> None:
 def cases_of(kind: str) -> set[str]:
     """The cases of a library of this kind of BUILDS."""
     sm90 = conformance_sm90.references.keys() | conformance_wgmma.references.keys()
-    return references.keys() - (sm90 if kind == "ptx_sm_80" else set())
+    return references.keys() - (sm90 if kind in WITHOUT_SM90 else set())
 
 
 def every_build(*names: str, cases: Callable[[str], Iterable[Any]] | None = None) -> pytest.MarkDecorator:
@@ -364,7 +365,7 @@ def every_build(*names: str, cases: Callable[[str], Iterable[Any]] | None = None
 
 @functools.cache  # the fixture is set up again whenever pytest changes to another kind
 def load(kind: str) -> Library:
-    return Library.build_for(kind, "conformance", SOURCES_SM80 if kind == "ptx_sm_80" else SOURCES)
+    return Library.build_for(kind, "conformance", SOURCES_SM80 if kind in WITHOUT_SM90 else SOURCES)
 
 
 @pytest.fixture(scope="session")
