@@ -33,6 +33,7 @@ MEMORY_PER_JOB_GIB = 1.5
 # The oldest setuptools that understands this pyproject.toml, where the license is a string (PEP 639).
 OLDEST_SETUPTOOLS = 77
 
+HOME_VARIABLES = ("CUDA_HOME", "CUDA_PATH")
 STANDARD_FOLDERS = ("/usr/local/cuda-{version}", "/usr/local/cuda", "/opt/cuda")
 
 # Where conda's toolkits have the folders include and lib.
@@ -68,15 +69,20 @@ class Toolkit:
 
 
 def find_toolkits(torch_cuda: str) -> list[Toolkit]:
-    """Every CUDA toolkit found for a torch built with CUDA `torch_cuda` ("13.0"), in order of preference."""
+    """Every CUDA toolkit found for a torch built with CUDA `torch_cuda` ("13.0"), in order of preference.
+
+    Those that a variable names come first. Of the others one with another minor version comes last, so that the toolkit
+    that pip installed for this torch is taken before an older one on PATH.
+    """
     homes: dict[Path, str] = {}
     for origin, home in _folders(torch_cuda):
         homes.setdefault(home.resolve(), origin)
-    return [_inspect(origin, home, torch_cuda) for home, origin in homes.items()]
+    found = [_inspect(origin, home, torch_cuda) for home, origin in homes.items()]
+    return sorted(found, key=lambda toolkit: toolkit.origin not in HOME_VARIABLES and toolkit.warning != "")
 
 
 def _folders(torch_cuda: str) -> list[tuple[str, Path]]:
-    folders = [(name, Path(os.environ[name])) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    folders = [(name, Path(os.environ[name])) for name in HOME_VARIABLES if os.environ.get(name)]
     if nvcc := shutil.which("nvcc"):
         folders.append(("nvcc on PATH", _home_of_nvcc(Path(nvcc))))
     folders += [("pip", folder / f"cu{torch_cuda.split('.')[0]}") for folder in _wheel_folders()]

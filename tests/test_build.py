@@ -106,6 +106,18 @@ class TestFindToolkits:
         origins = ["CUDA_HOME", "nvcc on PATH", "pip", "standard folder"]
         assert found == list(zip(origins, [homes[0], homes[1], wheel, homes[2]], strict=True))
 
+    def test_the_version_of_torch_comes_before_others_but_not_before_a_variable(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = make_toolkit(tmp_path / "path", release="13.0")
+        wheel = make_toolkit(tmp_path / "nvidia/cu13", release="13.2")
+        monkeypatch.setenv("PATH", str(path / "bin"), prepend=os.pathsep)
+        monkeypatch.setattr(_toolchain, "_wheel_folders", lambda: [tmp_path / "nvidia"])
+        assert [toolkit.home for toolkit in _toolchain.find_toolkits("13.2")] == [wheel, path]
+        assert [toolkit.home for toolkit in _toolchain.find_toolkits("13.1")] == [path, wheel]
+        monkeypatch.setenv("CUDA_HOME", str(path))
+        assert [toolkit.home for toolkit in _toolchain.find_toolkits("13.2")] == [path, wheel]
+
     @pytest.mark.parametrize(
         ("options", "problem"),
         [
