@@ -294,7 +294,7 @@ def without_compiler(trial: Trial) -> str:
     return "refused: " + trial.pip("installing", "--no-build-isolation", ".", fails=refusal, CXX="no-such-compiler")
 
 
-def one_compiler_in_memory(trial: Trial) -> str:
+def little_memory(trial: Trial) -> str:
     """Each process of the compiler gets the memory that the build counts for it, so 4 GB hold two."""
     shutil.rmtree(trial.source / "build", ignore_errors=True)
     limited = f"prlimit --as={int(MEMORY_PER_JOB_GIB * 2**30)} {trial.variables.get('CXX', 'c++')}"
@@ -307,7 +307,8 @@ def read_only_home(trial: Trial) -> str:
     home = trial.folder / "home"
     home.mkdir(exist_ok=True)
     read_only = 'mount --bind "$HOME" "$HOME" && mount -o remount,ro,bind "$HOME" && exec "$@"'
-    inside = ["unshare", "--map-root-user", "--mount", "sh", "-c", read_only, "sh"]
+    as_root = ["--map-root-user"] * (os.geteuid() != 0)  # which root may not ask for in a chroot
+    inside = ["unshare", *as_root, "--mount", "sh", "-c", read_only, "sh"]
     variables = {"HOME": str(home), "TORCH_EXTENSIONS_DIR": "", "XDG_CACHE_HOME": ""}
     trial.pip(
         "installing",
@@ -319,8 +320,10 @@ def read_only_home(trial: Trial) -> str:
         **variables,
     )
     load = [*inside, str(trial.python), "-c", "import cuda_ext; cuda_ext.dev.load()"]
-    trial.run("loading", load, variables, cwd=trial.source, fails="can be written, got .*set TORCH_EXTENSIONS_DIR")
-    return trial.run("checking the ops", [*inside, trial.python, "-c", CHECK], variables)
+    refusal = "expected a build folder that can be written"
+    refused = trial.run("loading", load, variables, cwd=trial.source, fails=refusal)
+    works = trial.run("checking the ops", [*inside, trial.python, "-c", CHECK], variables)
+    return f"{works}; `load` refused: {refused}"
 
 
 def cuda_home(trial: Trial) -> str:
@@ -349,7 +352,7 @@ def build_kernels(trial: Trial, origin: str, **variables: str) -> str:
     chosen = trial.run("looking for a toolkit", [trial.python, "-c", ask], variables, cwd=trial.source)
     if f" [{origin}]: CUDA " not in chosen:
         raise Failure(f"expected the toolkit of {origin}, got {chosen}")
-    trial.pip("installing", "--no-build-isolation", "--no-deps", "--force-reinstall", ".", **variables)
+    trial.pip("installing", "--no-deps", "--force-reinstall", ".", **variables)
     return trial.check()
 
 
@@ -399,17 +402,18 @@ ENVIRONMENTS = (
     Environment(
         "3.11",
         "2.11.0",
-        (wheel, source, isolated, editable, sdist, uv, uv_isolated, jit, without_compiler, cuda_home, cuda),
+        (wheel, source, isolated, editable, sdist, uv, uv_isolated, jit, without_compiler, cuda),
     ),
     Environment("3.10", "2.11.0", (other_wheel,)),
     Environment("3.12", "2.11.0", (other_wheel,)),
     Environment("3.13", "2.11.0", (other_wheel, source)),
     Environment("3.14", "2.11.0", (other_wheel, source)),
     Environment("3.11", "2.12.1", (wheel_of_another_torch, source)),
-    Environment("3.11", "2.13.0+cpu", (one_compiler_in_memory, source, read_only_home)),
-    *(Environment("3.11", "2.13.0+cpu", (source,), cxx) for cxx in ("g++-11", "g++-13", "g++-14", "clang++-19")),
+    Environment("3.11", "2.13.0+cpu", (source,)),
+    Environment("3.11", "2.13.0+cpu", (little_memory, read_only_home), "g++-13"),
+    Environment("3.11", "2.13.0+cpu", (source,), "g++-14"),
     Environment("3.12", "2.14.1", (source,)),
-    Environment("3.11", "2.15.0", (cuda,)),
+    Environment("3.11", "2.15.0", (cuda, cuda_home)),
     Environment("3.13", "2.15.0", (source,)),
     Environment("3.14", "2.15.0", (source,)),
     Environment("3.11", None, (without_torch,)),
@@ -424,8 +428,8 @@ COMMANDS: dict[Callable[[Trial], str], str] = {
     uv_isolated: "`uv pip install .`",
     jit: "`cuda_ext.dev.load()` in two processes at once, then from the moved folder",
     without_compiler: "`pip install --no-build-isolation .` without a C++ compiler",
-    one_compiler_in_memory: "`pip install .`, 1.5 GiB of memory for each compiler",
-    read_only_home: "`pip install .`, then `cuda_ext.dev.load()`, which says what to set, with a read-only home",
+    little_memory: "`pip install --no-build-isolation .`, with 1.5 GiB for each compiler",
+    read_only_home: "`pip install --no-build-isolation .` and `cuda_ext.dev.load()` with a read-only home",
     cuda_home: "the CUDA kernels with nvcc in `CUDA_HOME`, and none on `PATH`",
     cuda: "the CUDA kernels with nvcc from PyPI",
     other_wheel: "the wheel that Python 3.11 compiled",
