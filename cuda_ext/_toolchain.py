@@ -33,7 +33,12 @@ MEMORY_PER_JOB_GIB = 1.5
 # The oldest setuptools that understands this pyproject.toml, where the license is a string (PEP 639).
 OLDEST_SETUPTOOLS = 77
 
+HOME_VARIABLES = ("CUDA_HOME", "CUDA_PATH")
 STANDARD_FOLDERS = ("/usr/local/cuda-{version}", "/usr/local/cuda", "/opt/cuda")
+
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+# The files with the limit and the use of a cgroup's memory, in version 2 and 1.
+MEMORY_OF_CGROUP = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 # Where conda's toolkits have the folders include and lib.
 TARGETS = ("targets/x86_64-linux", "targets/sbsa-linux")
@@ -68,15 +73,20 @@ class Toolkit:
 
 
 def find_toolkits(torch_cuda: str) -> list[Toolkit]:
-    """Every CUDA toolkit found for a torch built with CUDA `torch_cuda` ("13.0"), in order of preference."""
+    """Every CUDA toolkit found for a torch built with CUDA `torch_cuda` ("13.0"), in order of preference.
+
+    Those that a variable names come first. Of the others one with another minor version comes last, so that the toolkit
+    that pip installed for this torch is taken before an older one on PATH.
+    """
     homes: dict[Path, str] = {}
     for origin, home in _folders(torch_cuda):
         homes.setdefault(home.resolve(), origin)
-    return [_inspect(origin, home, torch_cuda) for home, origin in homes.items()]
+    found = [_inspect(origin, home, torch_cuda) for home, origin in homes.items()]
+    return sorted(found, key=lambda toolkit: toolkit.origin not in HOME_VARIABLES and toolkit.warning != "")
 
 
 def _folders(torch_cuda: str) -> list[tuple[str, Path]]:
-    folders = [(name, Path(os.environ[name])) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    folders = [(name, Path(os.environ[name])) for name in HOME_VARIABLES if os.environ.get(name)]
     if nvcc := shutil.which("nvcc"):
         folders.append(("nvcc on PATH", _home_of_nvcc(Path(nvcc))))
     folders += [("pip", folder / f"cu{torch_cuda.split('.')[0]}") for folder in _wheel_folders()]
@@ -245,23 +255,48 @@ def gencode_flags(archs: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(flags))
 
 
-def available_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """The number of cores this process may use, by its affinity mask and the quota of its container."""
+def available_cores(root: Path = CGROUPS, membership: Path = OWN_CGROUPS) -> int:
+    """The number of cores this process may use, by its affinity mask and the quotas of its cgroups."""
     cores = len(os.sched_getaffinity(0))
-    quota, _, period = _read(cgroup / "cpu.max").partition(" ")
-    if quota.isdigit() and period.strip().isdigit():
-        cores = min(cores, max(1, int(quota) // int(period)))
+    for cgroup in _cgroups("cpu", root, membership):
+        quota, _, period = _read(cgroup / "cpu.max").partition(" ")
+        if not quota:
+            quota, period = _read(cgroup / "cpu.cfs_quota_us"), _read(cgroup / "cpu.cfs_period_us")
+        if quota.strip().isdigit() and period.strip().isdigit():
+            cores = min(cores, max(1, int(quota) // int(period)))
     return cores
 
 
-def available_memory_gib(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> float:
-    """The memory this process can still allocate, in GiB: the minimum over the machine and its container."""
+def available_memory_gib(
+    meminfo: Path = Path("/proc/meminfo"), root: Path = CGROUPS, membership: Path = OWN_CGROUPS
+) -> float:
+    """The memory this process can still allocate, in GiB: the minimum over the machine and the process's cgroups."""
     available = re.search(r"MemAvailable:\s+(\d+) kB", _read(meminfo))
     free = int(available[1]) * 1024 if available else float("inf")
-    limit, used = _read(cgroup / "memory.max").strip(), _read(cgroup / "memory.current").strip()
-    if limit.isdigit() and used.isdigit():
-        free = min(free, int(limit) - int(used))
+    for cgroup in _cgroups("memory", root, membership):
+        for limit_name, used_name in MEMORY_OF_CGROUP:
+            limit, used = _read(cgroup / limit_name).strip(), _read(cgroup / used_name).strip()
+            if limit.isdigit() and used.isdigit():
+                # Files that were read count as used until the kernel needs their memory. Version 1 has a second line,
+                # for the cgroup and those below it.
+                idle = re.findall(r"inactive_file (\d+)", _read(cgroup / "memory.stat"))
+                free = min(free, int(limit) - int(used) + int(idle[-1] if idle else 0))
     return free / 2**30
+
+
+def _cgroups(controller: str, root: Path, membership: Path) -> list[Path]:
+    """The folders of the cgroups that can limit this process by `controller`: its own and all above it, of version 2
+    and of version 1, which has a tree for each controller.
+
+    `membership` may name a path of the host while a container shows its own cgroup as the root, so some do not exist.
+    """
+    folders = [root, root / controller]
+    for line in _read(membership).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            own = Path(path.lstrip("/"))
+            folders += [(root / controller if controllers else root) / part for part in (own, *own.parents)]
+    return list(dict.fromkeys(folders))
 
 
 def choose_jobs(cores: int, memory_gib: float) -> int:

@@ -106,6 +106,18 @@ class TestFindToolkits:
         origins = ["CUDA_HOME", "nvcc on PATH", "pip", "standard folder"]
         assert found == list(zip(origins, [homes[0], homes[1], wheel, homes[2]], strict=True))
 
+    def test_the_version_of_torch_comes_before_others_but_not_before_a_variable(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = make_toolkit(tmp_path / "path", release="13.0")
+        wheel = make_toolkit(tmp_path / "nvidia/cu13", release="13.2")
+        monkeypatch.setenv("PATH", str(path / "bin"), prepend=os.pathsep)
+        monkeypatch.setattr(_toolchain, "_wheel_folders", lambda: [tmp_path / "nvidia"])
+        assert [toolkit.home for toolkit in _toolchain.find_toolkits("13.2")] == [wheel, path]
+        assert [toolkit.home for toolkit in _toolchain.find_toolkits("13.1")] == [path, wheel]
+        monkeypatch.setenv("CUDA_HOME", str(path))
+        assert [toolkit.home for toolkit in _toolchain.find_toolkits("13.2")] == [path, wheel]
+
     @pytest.mark.parametrize(
         ("options", "problem"),
         [
@@ -286,22 +298,61 @@ def test_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
             _toolchain.choose_jobs(cores=1, memory_gib=1.0)
 
 
-def test_memory_and_cores_of_a_container(tmp_path: Path) -> None:
+def write_all(folder: Path, files: dict[str, object]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_text(f"{content}\n")
+
+
+def test_memory_of_a_container(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  9000000 kB\nMemAvailable:    4194304 kB\n")
     assert _toolchain.available_memory_gib(meminfo, tmp_path) == 4.0
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text(f"{2**30}\n")
+    write_all(tmp_path, {"memory.max": "max", "memory.current": 2**30})
     assert _toolchain.available_memory_gib(meminfo, tmp_path) == 4.0
-    (tmp_path / "memory.max").write_text(f"{3 * 2**30}\n")
+    write_all(tmp_path, {"memory.max": 3 * 2**30})
     assert _toolchain.available_memory_gib(meminfo, tmp_path) == 2.0
+    write_all(tmp_path, {"memory.stat": f"file {2**29}\ninactive_file {2**28}\nactive_file {2**28}"})
+    assert _toolchain.available_memory_gib(meminfo, tmp_path) == 2.25
 
-    cores = len(os.sched_getaffinity(0))
-    assert _toolchain.available_cores(tmp_path) == cores
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert _toolchain.available_cores(tmp_path) == cores
-    (tmp_path / "cpu.max").write_text("50000 100000\n")
-    assert _toolchain.available_cores(tmp_path) == 1
+
+def test_cores_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert _toolchain.available_cores(tmp_path) == 8
+    for quota, cores in (("max 100000", 8), ("350000 100000", 3), ("50000 100000", 1)):
+        write_all(tmp_path, {"cpu.max": quota})
+        assert _toolchain.available_cores(tmp_path) == cores
+
+
+@pytest.mark.parametrize(
+    ("membership", "limited", "version"),
+    [
+        ("0::/system.slice/run-1.scope", "system.slice/run-1.scope", 2),  # systemd-run, on a host
+        ("0::/user.slice/job/step", "user.slice", 2),  # by a cgroup above
+        ("4:memory:/job\n2:cpu,cpuacct:/job\n0::/", "{controller}/job", 1),
+        ("4:memory:/docker/1234\n2:cpu,cpuacct:/docker/1234", "{controller}", 1),  # a container that sees a part
+        ("", "", 2),
+    ],
+)
+def test_limits_of_every_cgroup_that_a_process_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, membership: str, limited: str, version: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    meminfo, own = tmp_path / "meminfo", tmp_path / "own"
+    meminfo.write_text(f"MemAvailable: {64 * 2**20} kB\n")
+    own.write_text(membership + "\n" * bool(membership))
+    write_all(tmp_path / "another", {"memory.max": 1, "memory.current": 1, "cpu.max": "100000 100000"})
+    assert _toolchain.available_memory_gib(meminfo, tmp_path, own) == 64.0
+    assert _toolchain.available_cores(tmp_path, own) == 64
+    memory, cpu = (tmp_path / limited.format(controller=controller) for controller in ("memory", "cpu"))
+    if version == 2:
+        write_all(memory, {"memory.max": 4 * 2**30, "memory.current": 2**30, "cpu.max": "200000 100000"})
+    else:
+        write_all(memory, {"memory.limit_in_bytes": 4 * 2**30, "memory.usage_in_bytes": 3 * 2**30 // 2})
+        write_all(memory, {"memory.stat": f"inactive_file 0\ntotal_inactive_file {2**29}"})
+        write_all(cpu, {"cpu.cfs_quota_us": 200000, "cpu.cfs_period_us": 100000})
+    assert _toolchain.available_memory_gib(meminfo, tmp_path, own) == 3.0
+    assert _toolchain.available_cores(tmp_path, own) == 2
 
 
 class TestMakePlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,10 +25,26 @@ def test_every_cell_is_in_the_table_of_the_page() -> None:
     assert len(rows) == len(cells()) == len(set(cells()))
     for environment in ENVIRONMENTS:
         for way in environment.ways:
-            start = f"| {environment.python} | {environment.torch or 'none'} | {install_matrix.COMMANDS[way]} | "
+            start = environment.row(way)
             assert any(row.startswith(start) for row in rows), start
     results = [row.split(" | ")[3] for row in rows]
     assert all(result.startswith(("works: ", "refused: ")) for result in results)
+
+
+def test_a_cell_without_a_result_keeps_its_row() -> None:
+    first, second = cells()[:2]
+    before = install_matrix.table({first: "works: before", second: "failed: before"}).splitlines()
+    after = install_matrix.table({second: "works: a|b"}, before).splitlines()
+    assert (after[2], after[4]) == (before[2], before[4])
+    assert before[2].endswith("| works: before |")
+    assert before[4].endswith("| not run |")
+    assert after[3].endswith("| works: a\\|b |")
+
+
+def test_a_compiler_that_is_missing_is_left_out(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "tools/install_matrix.py"), "--folder", str(tmp_path), "g++-13"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": ""}, check=True)
+    assert done.stdout == "3.11-torch2.13.0+cpu-g++-13: left out, as g++-13 is not on PATH\n"
 
 
 def test_list() -> None:
@@ -46,6 +63,14 @@ def trial(tmp_path: Path) -> Trial:
 
 def test_a_command_returns_its_last_line(trial: Trial) -> None:
     assert trial.run("printing", [sys.executable, "-c", "print('first'); print('last ✓'); print()"]) == "last ✓"
+
+
+def test_a_compiler_is_set_for_every_command(tmp_path: Path) -> None:
+    environment = next(environment for environment in ENVIRONMENTS if environment.cxx == "g++-13")
+    trial = Trial("trial", tmp_path, Path(sys.executable), environment.variables)
+    trial.folder.mkdir()
+    script = "import os; print(os.environ['CXX'], os.environ['CUDA_EXT_CUDA'], os.environ['MORE'])"
+    assert trial.run("printing", [sys.executable, "-c", script], {"MORE": "more"}) == "g++-13 0 more"
 
 
 def test_a_command_that_fails(trial: Trial) -> None:

@@ -136,6 +136,20 @@ def test_nothing_spills_and_ptxas_has_no_complaint() -> None:
     assert static_gates.shared_kernels(static_gates.cuda_objects(stamp)) == []
 
 
+def test_launch_bounds_under_either_name_of_a_cubin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dump = static_gates._dump
+
+    def dump_by_the_full_name(binary: Path, *flags: str, folder: Path | None = None) -> str:
+        text = dump(binary, *flags, folder=folder)
+        for cubin in folder.glob("*.sm_90.cubin") if folder else ():
+            cubin.rename(cubin.with_name(cubin.name.replace(".sm_90.", ".sm_90a.")))
+        return text
+
+    monkeypatch.setattr(static_gates, "_dump", dump_by_the_full_name)
+    (kernel,), _ = compiled(tmp_path, IS_FINE)
+    assert (kernel.arch, kernel.threads) == ("sm_90a", 128)
+
+
 @reads_machine_code
 def test_records_are_current(kernels: list[Kernel]) -> None:
     cuda, written = static_gates.read_golden()

@@ -7,10 +7,10 @@
     python tools/install_matrix.py source-3.11-torch2.15.0 --tests -- -k bias -x
     python tools/install_matrix.py --python /some/venv/bin/python --tests    # with the torch of this Python
 
-A cell is a Python, a torch and a way to install. The cells of one Python and torch share a virtual environment and a
-copy of the sources in build/install_matrix, about 7 GB with torch for CUDA, which is removed afterwards unless --keep
-is given. Pythons are looked for on PATH and in ~/.pyenv. Builds have no CUDA kernels (CUDA_EXT_CUDA=0), except in the
-cell that compiles them.
+A cell is a Python, a torch, perhaps a C++ compiler, and a way to install. The cells that differ in the way alone share
+a virtual environment and a copy of the sources in build/install_matrix, about 7 GB with torch for CUDA, which is
+removed afterwards unless --keep is given. Pythons are looked for on PATH and in ~/.pyenv; cells of a compiler that is
+not on PATH are left out. Builds have no CUDA kernels (CUDA_EXT_CUDA=0), except in the cells that compile them.
 
 Each cell must end in a library whose ops give the right values and gradients, or in the one message that says what to
 do. With --tests the tests of the ops run as well; arguments after -- go to pytest instead of `-m "not simt"`, which
@@ -37,6 +37,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from cuda_ext._toolchain import MEMORY_PER_JOB_GIB  # noqa: E402
+
 PAGE = ROOT / "docs" / "install.md"
 MARKERS = ("<!-- matrix: written by tools/install_matrix.py -->", "<!-- end of matrix -->")
 SOURCES = ("cuda_ext", "csrc", "tests", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
@@ -73,13 +77,19 @@ class Failure(Exception):
 
 
 class Trial:
-    """One Python and torch: their environment, a copy of the sources, and a log of the commands."""
+    """One Python and torch: their environment, a copy of the sources, and a log of the commands.
 
-    def __init__(self, name: str, folder: Path, python: Path | None = None) -> None:
+    `variables` are set for all commands.
+    """
+
+    def __init__(
+        self, name: str, folder: Path, python: Path | None = None, variables: Mapping[str, str] | None = None
+    ) -> None:
         self.name, self.folder, self.log = name, folder / name, folder / f"{name}.log"
         self.python = python or self.folder / "venv/bin/python"
         self.source = self.folder / "source"
         self.dist = folder / "dist"  # the wheels of all trials
+        self.variables = {"CUDA_EXT_CUDA": "0", **(variables or {})}
         self.begin = time.monotonic()
 
     def create(self, interpreter: str, torch: str | None) -> None:
@@ -93,12 +103,20 @@ class Trial:
             self.pip(f"installing torch {torch}", f"torch=={torch}", *BUILD_PACKAGES)
         copy_sources(self.source)
 
-    def pip(self, step: str, *arguments: str | Path, fails: str = "", **variables: str) -> str:
-        """`pip install` in the folder of the sources."""
+    def pip(
+        self,
+        step: str,
+        *arguments: str | Path,
+        fails: str = "",
+        inside: Sequence[str] = (),
+        **variables: str,
+    ) -> str:
+        """`pip install` in the folder of the sources. `inside`: a command that runs pip, such as nice."""
         constraints = self.folder / "constraints.txt"
         pins = (ROOT / "constraints.txt").read_text().splitlines()
         constraints.write_text("".join(f"{pin}\n" for pin in pins if not pin.startswith(("torch==", "torchvision=="))))
         pip: list[str | Path] = [
+            *inside,
             self.python,
             "-m",
             "pip",
@@ -124,7 +142,7 @@ class Trial:
         this pattern matches, which is returned."""
         words = [str(word) for word in command]
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        environment |= {"CUDA_EXT_CUDA": "0", **(variables or {})}
+        environment |= {**self.variables, **(variables or {})}
         with open(self.log, "a", buffering=1) as log:
             log.write(f"$ {shlex.join(words)}\n")
             start = log.tell()  # in bytes
@@ -276,14 +294,65 @@ def without_compiler(trial: Trial) -> str:
     return "refused: " + trial.pip("installing", "--no-build-isolation", ".", fails=refusal, CXX="no-such-compiler")
 
 
-def cuda(trial: Trial) -> str:
-    """The CUDA kernels of one head dim for one architecture, with the compiler from PyPI."""
-    asked = subprocess.run(
-        [trial.python, "-m", "cuda_ext._toolchain"], cwd=trial.source, capture_output=True, text=True
+def little_memory(trial: Trial) -> str:
+    """Each process of the compiler gets the memory that the build counts for it, so 4 GB hold two."""
+    shutil.rmtree(trial.source / "build", ignore_errors=True)
+    limited = f"prlimit --as={int(MEMORY_PER_JOB_GIB * 2**30)} {trial.variables.get('CXX', 'c++')}"
+    trial.pip("installing", "--no-build-isolation", "--force-reinstall", "--no-deps", ".", CXX=limited)
+    return trial.check()
+
+
+def read_only_home(trial: Trial) -> str:
+    """A home on a file system that cannot be written, for root neither."""
+    home = trial.folder / "home"
+    home.mkdir(exist_ok=True)
+    read_only = 'mount --bind "$HOME" "$HOME" && mount -o remount,ro,bind "$HOME" && exec "$@"'
+    as_root = ["--map-root-user"] * (os.geteuid() != 0)  # which root may not ask for in a chroot
+    inside = ["unshare", *as_root, "--mount", "sh", "-c", read_only, "sh"]
+    variables = {"HOME": str(home), "TORCH_EXTENSIONS_DIR": "", "XDG_CACHE_HOME": ""}
+    trial.pip(
+        "installing",
+        "--no-build-isolation",
+        "--force-reinstall",
+        "--no-deps",
+        ".",
+        inside=inside,
+        **variables,
     )
-    trial.pip("installing nvcc", asked.stdout.strip())
-    variables = {"CUDA_EXT_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "9.0a", "CUDA_EXT_HEAD_DIMS": "64"}
-    trial.pip("installing", "--no-build-isolation", "--no-deps", "--force-reinstall", ".", **variables)
+    load = [*inside, str(trial.python), "-c", "import cuda_ext; cuda_ext.dev.load()"]
+    refusal = "expected a build folder that can be written"
+    refused = trial.run("loading", load, variables, cwd=trial.source, fails=refusal)
+    works = trial.run("checking the ops", [*inside, trial.python, "-c", CHECK], variables)
+    return f"{works}; `load` refused: {refused}"
+
+
+def cuda_home(trial: Trial) -> str:
+    """A toolkit outside the environment."""
+    toolkit = trial.folder / "toolkit"
+    trial.pip("installing nvcc elsewhere", "--target", toolkit, toolkit_requirement(trial))
+    (home,) = toolkit.glob("nvidia/cu*")
+    return build_kernels(trial, "CUDA_HOME", TORCH_CUDA_ARCH_LIST="8.0", CUDA_HOME=str(home))
+
+
+def cuda(trial: Trial) -> str:
+    trial.pip("installing nvcc", toolkit_requirement(trial))
+    return build_kernels(trial, "pip", TORCH_CUDA_ARCH_LIST="8.0;9.0a")
+
+
+def toolkit_requirement(trial: Trial) -> str:
+    command = [str(trial.python), "-m", "cuda_ext._toolchain"]
+    return subprocess.run(command, cwd=trial.source, capture_output=True, text=True).stdout.strip()
+
+
+def build_kernels(trial: Trial, origin: str, **variables: str) -> str:
+    """The CUDA kernels of one head dim, with the toolkit found at `origin` and no nvcc on PATH."""
+    path = [folder for folder in os.environ["PATH"].split(os.pathsep) if not Path(folder, "nvcc").exists()]
+    variables |= {"PATH": os.pathsep.join(path), "CUDA_EXT_CUDA": "1", "CUDA_EXT_HEAD_DIMS": "64"}
+    ask = "from cuda_ext import _build; print(_build.choose_toolkit().toolkit.describe())"
+    chosen = trial.run("looking for a toolkit", [trial.python, "-c", ask], variables, cwd=trial.source)
+    if f" [{origin}]: CUDA " not in chosen:
+        raise Failure(f"expected the toolkit of {origin}, got {chosen}")
+    trial.pip("installing", "--no-deps", "--force-reinstall", ".", **variables)
     return trial.check()
 
 
@@ -308,10 +377,21 @@ class Environment:
     python: str
     torch: str | None
     ways: tuple[Callable[[Trial], str], ...]
+    cxx: str = ""  # the C++ compiler; default: that of the machine
 
     @property
     def name(self) -> str:
-        return f"{self.python}-torch{self.torch}" if self.torch else f"{self.python}-no-torch"
+        name = f"{self.python}-torch{self.torch}" if self.torch else f"{self.python}-no-torch"
+        return f"{name}-{self.cxx}" if self.cxx else name
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return {"CXX": self.cxx} if self.cxx else {}
+
+    def row(self, way: Callable[[Trial], str]) -> str:
+        """The cell's row of the table up to its result."""
+        compiler = f", `CXX={self.cxx}`" if self.cxx else ""
+        return f"| {self.python} | {self.torch or 'none'} | {COMMANDS[way]}{compiler} | "
 
     def cell(self, way: Callable[[Trial], str]) -> str:
         return f"{way.__name__.replace('_', '-')}-{self.name}"
@@ -320,7 +400,9 @@ class Environment:
 # The first makes the wheel that others install.
 ENVIRONMENTS = (
     Environment(
-        "3.11", "2.11.0", (wheel, source, isolated, editable, sdist, uv, uv_isolated, jit, without_compiler, cuda)
+        "3.11",
+        "2.11.0",
+        (wheel, source, isolated, editable, sdist, uv, uv_isolated, jit, without_compiler, cuda),
     ),
     Environment("3.10", "2.11.0", (other_wheel,)),
     Environment("3.12", "2.11.0", (other_wheel,)),
@@ -328,7 +410,10 @@ ENVIRONMENTS = (
     Environment("3.14", "2.11.0", (other_wheel, source)),
     Environment("3.11", "2.12.1", (wheel_of_another_torch, source)),
     Environment("3.11", "2.13.0+cpu", (source,)),
+    Environment("3.11", "2.13.0+cpu", (little_memory,), "g++-13"),
+    Environment("3.11", "2.13.0+cpu", (source, read_only_home), "g++-14"),
     Environment("3.12", "2.14.1", (source,)),
+    Environment("3.11", "2.15.0", (cuda, cuda_home)),
     Environment("3.13", "2.15.0", (source,)),
     Environment("3.14", "2.15.0", (source,)),
     Environment("3.11", None, (without_torch,)),
@@ -343,6 +428,9 @@ COMMANDS: dict[Callable[[Trial], str], str] = {
     uv_isolated: "`uv pip install .`",
     jit: "`cuda_ext.dev.load()` in two processes at once, then from the moved folder",
     without_compiler: "`pip install --no-build-isolation .` without a C++ compiler",
+    little_memory: "`pip install --no-build-isolation .`, with 1.5 GiB for each compiler",
+    read_only_home: "`pip install --no-build-isolation .` and `cuda_ext.dev.load()` with a read-only home",
+    cuda_home: "the CUDA kernels with nvcc in `CUDA_HOME`, and none on `PATH`",
     cuda: "the CUDA kernels with nvcc from PyPI",
     other_wheel: "the wheel that Python 3.11 compiled",
     wheel_of_another_torch: "the wheel that was compiled for torch 2.11.0",
@@ -385,20 +473,23 @@ def run_tests(trial: Trial, pytest_arguments: Sequence[str]) -> str:
     return trial.run("testing", command, {"PYTHONPATH": str(trial.source)}, cwd=trial.source)
 
 
-def table(results: Mapping[str, str]) -> str:
+def table(results: Mapping[str, str], page: Sequence[str] = ()) -> str:
+    """The table of all cells. One without a result keeps its row in `page`, the lines of an earlier table."""
     lines = ["| Python | torch | command | result |", "|---|---|---|---|"]
     for environment in ENVIRONMENTS:
         for way in environment.ways:
-            result = results.get(environment.cell(way), "not run").replace("|", "\\|")
-            python, torch = environment.python, environment.torch or "none"
-            lines.append(f"| {python} | {torch} | {COMMANDS[way]} | {result} |")
+            start = environment.row(way)
+            before = next((line for line in page if line.startswith(start)), f"{start}not run |")
+            result = results.get(environment.cell(way), "").replace("|", "\\|")
+            lines.append(f"{start}{result} |" if result else before)
     return "\n".join(lines)
 
 
 def write_page(results: Mapping[str, str]) -> None:
     text = PAGE.read_text()
     begin, end = (text.index(marker) for marker in MARKERS)
-    PAGE.write_text(f"{text[: begin + len(MARKERS[0])]}\n{table(results)}\n{text[end:]}")
+    rows = table(results, text[begin:end].splitlines())
+    PAGE.write_text(f"{text[: begin + len(MARKERS[0])]}\n{rows}\n{text[end:]}")
 
 
 def try_ways(
@@ -442,12 +533,15 @@ def main() -> int:
     failed = 0
     for environment in ENVIRONMENTS:
         chosen = [way for way in environment.ways if matches(environment.cell(way), options.words)]
+        if not chosen:
+            continue
         if options.list:
             print(*map(environment.cell, chosen), sep="\n")
             continue
-        if not chosen:
+        if environment.cxx and not shutil.which(environment.cxx):
+            print(f"{environment.name}: left out, as {environment.cxx} is not on PATH", flush=True)
             continue
-        trial = Trial(environment.name, folder)
+        trial = Trial(environment.name, folder, variables=environment.variables)
         try:
             for name, result in try_ways(trial, environment, chosen):
                 results[name] = result

@@ -250,7 +250,7 @@ def _launch_bounds(binary: Path) -> Iterator[tuple[str, str, int]]:
     with tempfile.TemporaryDirectory() as folder:
         _dump(binary, "-xelf", "all", folder=Path(folder))
         for cubin in sorted(Path(folder).iterdir()):
-            arch = cubin.name.split(".")[-2]  # name.sm_90.cubin
+            arch = cubin.name.split(".")[-2].rstrip("a")  # name.sm_90.cubin, or name.sm_90a.cubin of later releases
             for name, data in _elf_sections(cubin.read_bytes()):
                 if not name.startswith(".nv.info."):
                     continue
