@@ -46,7 +46,8 @@ All ops have forward and backward in these dtypes. Sums are formed in float32, f
 Where CUDA has no kernel, ops are composed of PyTorch's, correct and slower: all ops in float64; attention with head
 dims above 256, and its backward in float32 above 128. Memory still grows with Sq + Sk. Two things raise on CUDA only:
 `flash_attention_with_kvcache` that appends to a cache of float64, and, while a graph is captured,
-`flash_attention_varlen` or `flash_attention_with_kvcache` that is composed, because the host then reads lengths. `tests/test_everywhere.py` compares both devices, op by op.
+`flash_attention_varlen` and `flash_attention_with_kvcache` that are composed, because the host then reads lengths.
+`tests/test_everywhere.py` compares both devices, op by op.
 """
 OPTIONS_TEXT = """
 ## Options of attention

@@ -11,8 +11,8 @@
 // Warps          own 16 rows each. With few rows, several warps own the same rows, each with its part of the keys of
 //                every tile, and add up their results at the end.
 // Step           K and V of the next tile are copied while this tile is multiplied; one barrier. The addresses of the
-//                tile after that are looked up at the same time: one entry of the block table per row. Rows that are not
-//                aligned to 16 bytes are copied in chunks of 4 or 2 (copy_chunk.cuh).
+//                tile after that are looked up at the same time: one entry of the block table per row. Rows that are
+//                not aligned to 16 bytes are copied in chunks of 4 or 2 (copy_chunk.cuh).
 // Shared memory  queries (block_m, dim); two stages of keys (block_n, dim) and of values (block_n, dim_v), swizzled
 //                (OperandTile); two stages of CacheRow; the ForwardTask; maxima and sums of rows (key_warps, block_m).
 //                At the end float32 outputs (key_warps, block_m, dim_v + 8) in the place of the operands.

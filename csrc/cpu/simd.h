@@ -69,9 +69,29 @@ template <class T>
 CUDA_EXT_INLINE Vec<T> min(Vec<T> a, Vec<T> b) {
   return a < b ? a : b;
 }
-template <class V>
-CUDA_EXT_INLINE V multiply_add(V sum, V a, V b) {
+// sum + a * b, rounded once where the CPU can: whether a compiler fuses the operators differs from loop to loop, and
+// the bits of a sum must not.
+CUDA_EXT_INLINE Vec<float> multiply_add(Vec<float> sum, Vec<float> a, Vec<float> b) {
+#if CUDA_EXT_INTRINSIC_BYTES == 64
+  return (Vec<float>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif CUDA_EXT_INTRINSIC_BYTES == 32
+  return (Vec<float>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#elif defined(CUDA_EXT_NEON)
+  return (Vec<float>)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
+#else
   return sum + a * b;
+#endif
+}
+CUDA_EXT_INLINE Vec<double> multiply_add(Vec<double> sum, Vec<double> a, Vec<double> b) {
+#if CUDA_EXT_INTRINSIC_BYTES == 64
+  return (Vec<double>)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)sum);
+#elif CUDA_EXT_INTRINSIC_BYTES == 32
+  return (Vec<double>)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)sum);
+#elif defined(CUDA_EXT_NEON)
+  return (Vec<double>)vfmaq_f64((float64x2_t)sum, (float64x2_t)a, (float64x2_t)b);
+#else
+  return sum + a * b;
+#endif
 }
 template <class T>
 CUDA_EXT_INLINE T horizontal_sum(Vec<T> v) {

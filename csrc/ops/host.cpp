@@ -14,14 +14,14 @@
 #include <algorithm>
 #include <array>
 #include <climits>
+#include <cstdlib>
+#include <cstring>
 
 #if defined(__x86_64__) && defined(__linux__)
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
-
-#include "cpu/isa.h"
 
 #if AT_PARALLEL_OPENMP && !defined(_OPENMP)
 #error "compile with -fopenmp: at::parallel_for would run everything on one thread"
@@ -79,8 +79,7 @@ bool has_amx() {
 #if defined(__x86_64__) && defined(__linux__)
   static const bool has = [] {
     const char* wanted = std::getenv("CUDA_EXT_CPU_ISA");
-    if (best_isa() != Isa::kAvx512BFloat16 || (wanted != nullptr && std::strcmp(wanted, "avx512bf16") == 0))
-      return false;
+    if (wanted != nullptr && std::strcmp(wanted, "avx512bf16") == 0) return false;
     unsigned a, b, c, d;
     constexpr unsigned kBFloat16 = 1u << 22, kTile = 1u << 24;  // in edx of leaf 7
     if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & kBFloat16) == 0 || (d & kTile) == 0) return false;

@@ -37,12 +37,6 @@ void multiply_panels(int64_t k, const T* a, const T* b, T* tile, bool accumulate
   using Element = Packed<depth, T>;
   const auto* const element_a = reinterpret_cast<const Element*>(a);
   const auto* const element_b = reinterpret_cast<const Element*>(b);
-  // The tile is in L2 or beyond: it arrives while the product is computed.
-#pragma GCC unroll 16
-  for (int i = 0; i < rows; ++i) {
-#pragma GCC unroll 16
-    for (int j = 0; j < vectors; ++j) __builtin_prefetch(tile + i * width + j * kLanes<T>, 1);
-  }
   if (accumulate)
     tile_product<T, rows, vectors, true>(k, element_a, row, step, element_b, width, tile, width);
   else
@@ -84,6 +78,10 @@ template <class T, bool tiles>
 constexpr int64_t kMaxTaskColumns = (tiles ? 960 : 480) / int64_t(sizeof(T) / sizeof(float));
 constexpr int64_t kMaxTaskRows = 15 * kRowBlock;
 
+// Columns of tasks are multiples of this: of a panel, whose registers parts of one would not fill, or of a tile.
+template <class T, bool tiles>
+constexpr int64_t kColumnUnit = tiles ? int64_t(kTileWords) : int64_t(kPanelColumns<T>);
+
 // Chooses the grid with the lowest predicted time. A task costs its multiply-adds, and packing an element as much as 12
 // of them, or 30 with tiles.
 template <class T, bool tiles>
@@ -94,9 +92,10 @@ Grid choose_grid(int64_t m, int64_t n, int64_t batches, int64_t parts, int64_t t
   double best_cost = std::numeric_limits<double>::infinity();
   const int64_t least_rows = ceil_div(m, kMaxTaskRows), least_columns = ceil_div(n, max_columns);
   for (int64_t r = least_rows; r <= std::min(least_rows + threads, ceil_div(m, kRowBlock)); ++r) {
-    for (int64_t c = least_columns; c <= std::min(least_columns + threads, ceil_div(n, kPanelColumns<T>)); ++c) {
+    for (int64_t c = least_columns; c <= std::min(least_columns + threads, ceil_div(n, kColumnUnit<T, tiles>)); ++c) {
       const double rows = double(std::min(m, ceil_div(ceil_div(m, kRowBlock), r) * kRowBlock));
-      const double columns = double(std::min(n, ceil_div(ceil_div(n, kPanelColumns<T>), c) * kPanelColumns<T>) * parts);
+      const double columns =
+          double(std::min(n, ceil_div(ceil_div(n, kColumnUnit<T, tiles>), c) * kColumnUnit<T, tiles>) * parts);
       const double cost =
           double(ceil_div(r * c * batches, threads)) * (rows * columns + kPackingCost * (rows + columns));
       if (cost < best_cost) {
@@ -260,7 +259,7 @@ void run_panels(const GemmParams& params, const Epilogues<T>& epilogues) {
     const int64_t in_batch = index % tasks_per_batch;
     const auto [row, last_row] = part_of(params.m, kRowBlock, grid.row_tasks, in_batch % grid.row_tasks);
     const auto [column, last_column] =
-        part_of(params.n, kPanelColumns<T>, grid.column_tasks, in_batch / grid.row_tasks);
+        part_of(params.n, kColumnUnit<T, tiles>, grid.column_tasks, in_batch / grid.row_tasks);
     const Task<T, depth, tiles> task{params,
                                      of_batch(params, params.a, batch),
                                      of_batch(params, params.b, batch),

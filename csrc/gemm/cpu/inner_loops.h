@@ -66,7 +66,6 @@ CUDA_EXT_INLINE void add_dots(int64_t k, const T* a, int64_t a_row, const Storag
 #pragma GCC unroll 32
   for (int i = 0; i < count; ++i) sum[i] = Vec<T>{};
   for_vectors<T>(k, [&](int64_t p, int64_t elements) {
-    // All loads come first: a branch of a partial load between a product and its sum would prevent their fusion.
     Vec<T> column[columns], row[rows];
 #pragma GCC unroll 8
     for (int j = 0; j < columns; ++j) column[j] = load_partial(b + j * ldb + p, elements);
@@ -75,7 +74,7 @@ CUDA_EXT_INLINE void add_dots(int64_t k, const T* a, int64_t a_row, const Storag
 #pragma GCC unroll 4
     for (int i = 0; i < rows; ++i) {
 #pragma GCC unroll 8
-      for (int j = 0; j < columns; ++j) sum[i * columns + j] += row[i] * column[j];
+      for (int j = 0; j < columns; ++j) sum[i * columns + j] = multiply_add(sum[i * columns + j], row[i], column[j]);
     }
   });
   alignas(64) T total[count];
@@ -133,7 +132,7 @@ void add_rows(int64_t columns, const T* a, int64_t a_row, const Storage* b, int6
     for (int s = 0; s < steps; ++s) {
       const Vec<T> of_b = load_partial(b + s * ldb + j, count);
 #pragma GCC unroll 4
-      for (int i = 0; i < rows; ++i) sum[i] += factor[i][s] * of_b;
+      for (int i = 0; i < rows; ++i) sum[i] = multiply_add(sum[i], factor[i][s], of_b);
     }
 #pragma GCC unroll 4
     for (int i = 0; i < rows; ++i) store_partial(sums + i * sums_row + j, sum[i], count);
