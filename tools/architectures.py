@@ -44,9 +44,10 @@ EMPTY = 8  # registers of a kernel that returns at once, because another is laun
 
 # Bytes of local memory that ptxas 13.0 is known to use, at the limit of registers that the launch bounds set.
 KNOWN_LOCAL = {
-    ("10.0", "activation_grad.cu"): 8,
-    ("12.0", "gemm_sm80_tf32.cu"): 8,
-    **{(arch, "attention_cache_sm80_f32_d256.cu"): 32 for arch in ALL_ARCHS},
+    **{(arch, "activation_grad.cu"): 8 for arch in ("10.0", "10.3")},
+    **{(arch, "gemm_sm80_tf32.cu"): 8 for arch in ("12.0", "12.1")},
+    **{(arch, "attention_fwd_sm80_f32_d256.cu"): 8 for arch in ("12.0", "12.1")},
+    **{(arch, "attention_cache_sm80_f32_d256.cu"): 16 for arch in ALL_ARCHS},
 }
 
 
