@@ -365,6 +365,7 @@ def torch_helpers() -> Any:
 def prepared(config: BuildConfig, folder: Path) -> Iterator[None]:
     """Prepares `folder`, and makes torch's build helpers use the compilers and the number of jobs of `config`."""
     config.prepare(folder)
+    _mend_dependency_log(folder)
     os.environ["MAX_JOBS"] = str(config.jobs)
     if config.toolkit:
         os.environ["CUDA_HOME"] = torch_helpers().CUDA_HOME = str(config.toolkit.home)
@@ -380,6 +381,19 @@ def prepared(config: BuildConfig, folder: Path) -> Iterator[None]:
             os.environ.pop("CXX", None)
         else:
             os.environ["CXX"] = compiler
+
+
+def _mend_dependency_log(folder: Path) -> None:
+    """Rewrites ninja's log of headers, whose last record is cut off if a build was killed.
+
+    Ninja 1.13 appends to such a log but does not read past the cut, so that every build compiles everything again
+    (https://github.com/ninja-build/ninja/issues/2703).
+    """
+    log = folder / ".ninja_deps"
+    if log.exists() and (folder / "build.ninja").exists():
+        done = subprocess.run(["ninja", "-t", "recompact"], cwd=folder, capture_output=True)
+        if done.returncode != 0:  # ninja's issue 2787
+            log.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ import sampling
 import torch
 import torch.distributed as dist
 from ranks import workers  # noqa: F401
+from toolkits import no_toolkit  # noqa: F401
 
 try:
     from hypothesis import HealthCheck, settings

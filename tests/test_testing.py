@@ -455,6 +455,7 @@ def test_op_comparison_finds_wrong_outputs_and_gradients() -> None:
 
     with pytest.raises(AssertionError, match="output 0"):
         assert_op_matches_reference(wrong_output, reference_linear, tensors)
+    assert_op_matches_reference(wrong_output, reference_linear, tensors, also=[wrong_output])
     with pytest.raises(AssertionError, match="gradient of weight"):
         assert_op_matches_reference(wrong_gradient, reference_linear, tensors)
     with pytest.raises(AssertionError, match=r"expected torch\.float32, got torch\.float64"):

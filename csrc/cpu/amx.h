@@ -1,5 +1,5 @@
 // AMX: tiles of 16 rows of 16 words, and products of tiles of bfloat16 pairs (cpu/bfloat16_pair.h), summed in float32.
-// Functions may use it after has_amx() (cpu/host.h), on a thread that holds an AmxTiles.
+// Functions may use it after has_amx() (cpu/isa.h), on a thread that holds an AmxTiles.
 //
 // A product needs whole tiles: callers pad with zeros along k, where garbage would reach the result, and leave space
 // along m and n, where it stays in rows and columns that nobody reads.
@@ -7,6 +7,7 @@
 
 #include "cpu/bfloat16_pair.h"
 #include "cpu/host.h"
+#include "cpu/isa.h"
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 

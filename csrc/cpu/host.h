@@ -61,10 +61,6 @@ void gemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, f
 void gemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, double alpha, const double* a,
           int64_t lda, const double* b, int64_t ldb, double beta, double* c, int64_t ldc);
 
-// Whether processor and operating system have AMX, with bfloat16: tiles of 16 rows of 64 bytes, and products of tiles
-// summed in float32. Kernels of the variant for AVX512-BF16 ask. CUDA_EXT_CPU_ISA=avx512bf16 hides it.
-bool has_amx();
-
 // Scratch memory, freed with the object: 64-byte aligned, uninitialised, from the CPU allocator of the host process, so
 // that tools that measure that allocator see it.
 class Scratch {

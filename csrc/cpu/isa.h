@@ -5,7 +5,7 @@
 // CPU has it (cpu/amx.h), or neonbf16, which is NEON with BFDOT.
 //
 // Intel's CPUs issue VDPBF16PS at half the rate of a multiply-add of float32, or less: products as pairs reach 205
-// GFLOP/s where those of values converted to float32 reach 290 (Sapphire Rapids, two threads). Without AMX the latter
+// GFLOP/s where those of values converted to float32 reach 325 (Sapphire Rapids, two threads). Without AMX the latter
 // are chosen there.
 #pragma once
 
@@ -17,12 +17,14 @@
 
 namespace cuda_ext::cpu {
 
-bool has_amx();  // cpu/host.h
+// Whether processor and operating system have AMX, with bfloat16: tiles of 16 rows of 64 bytes, and products of tiles
+// summed in float32. Kernels of the variant for AVX512-BF16 ask. CUDA_EXT_CPU_ISA=avx512bf16 hides it. In ops/host.cpp.
+bool has_amx();
 
 enum class Isa { kGeneric, kAvx2, kAvx512, kAvx512BFloat16, kNeonBFloat16 };
 
 // The fastest set that this CPU supports. CUDA_EXT_CPU_ISA=generic|avx2|avx512|avx512bf16 chooses another, so that
-// tests reach all variants; the last is AVX512-BF16 without AMX (cpu/host.h). On aarch64, only generic does.
+// tests reach all variants; the last is AVX512-BF16 without AMX. On aarch64, only generic does.
 inline Isa best_isa() {
 #if defined(__x86_64__)
   static const Isa isa = [] {

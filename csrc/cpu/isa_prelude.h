@@ -18,6 +18,7 @@
 
 #include "base/dtype.h"
 #include "cpu/host.h"
+#include "cpu/isa.h"
 
 // GCC 12 warns about the undefined pass-through operands of its own intrinsics and, on aarch64, about parts of a tile
 // that loops do not reach: it does not know that no tile has more rows and columns than its array.

@@ -2,6 +2,7 @@
 #include "ops/torch_headers.h"
 
 #include "cpu/host.h"
+#include "cpu/isa.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ __all__ = ["assert_close_to_reference", "assert_op_matches_reference"]
 
 def assert_close_to_reference(
     actual: Tensor,
-    low_precision: Tensor,
+    low_precision: Tensor | Sequence[Tensor],
     reference: Tensor,
     *,
     factor: float = 2.0,
@@ -22,23 +22,25 @@ def assert_close_to_reference(
 ) -> None:
     """Asserts ``max|actual - reference| <= factor * max|low_precision - reference| + atol``.
 
-    ``low_precision`` is the plain PyTorch evaluation in the dtype of ``actual``, ``reference`` the same in float64
-    (or float32). The default ``atol`` is ``eps(actual.dtype) * max|reference|``, two roundings of the largest element;
-    it matters if ``low_precision`` happens to be exact, or nearly so. For a float64 ``actual``, which has no reference
-    of higher precision, it is ``1e-12 * max(1, max|reference|)``: thousands of roundings, but far below the error of a
-    wrong formula. ``actual`` must be NaN or infinite exactly where ``reference``, rounded to ``actual.dtype``, has the
-    same value; such elements of ``reference`` and of ``low_precision`` are left out of the maxima.
+    ``low_precision`` is the plain PyTorch evaluation in the dtype of ``actual``, or several, of which the largest error
+    counts; ``reference`` the same in float64 (or float32). The default ``atol`` is ``eps(actual.dtype) *
+    max|reference|``, two roundings of the largest element; it matters if ``low_precision`` happens to be exact, or
+    nearly so. For a float64 ``actual``, which has no reference of higher precision, it is ``1e-12 * max(1,
+    max|reference|)``: thousands of roundings, but far below the error of a wrong formula. ``actual`` must be NaN or
+    infinite exactly where ``reference``, rounded to ``actual.dtype``, has the same value; such elements of
+    ``reference`` and of ``low_precision`` are left out of the maxima.
 
     Raises AssertionError with the largest error, its position, and both values there.
     """
-    if actual.shape != reference.shape or low_precision.shape != reference.shape:
+    plain = [low_precision] if isinstance(low_precision, Tensor) else list(low_precision)
+    if any(tensor.shape != reference.shape for tensor in (actual, *plain)):
         raise AssertionError(
             f"{name}: expected shape {tuple(reference.shape)}, got {tuple(actual.shape)} "
-            f"(plain PyTorch: {tuple(low_precision.shape)})"
+            f"(plain PyTorch: {tuple(plain[0].shape)})"
         )
     if actual.numel() == 0:
         return
-    actual, low_precision, reference = actual.detach(), low_precision.detach(), reference.detach()
+    actual, reference = actual.detach(), reference.detach()
     rounded = reference.to(actual.dtype)
     finite = rounded.isfinite()
     same_special = torch.where(finite, actual.isfinite(), (actual == rounded) | (actual.isnan() & rounded.isnan()))
@@ -56,14 +58,16 @@ def assert_close_to_reference(
     elif atol is None:
         atol = torch.finfo(actual.dtype).eps * float(exact.abs().where(finite, 0.0).max())
     error = (actual.double() - exact).abs().where(finite, 0.0)
-    plain_error = float((low_precision.double() - exact).abs().where(finite & low_precision.isfinite(), 0.0).max())
+    plain_error = max(
+        float((tensor.detach().double() - exact).abs().where(finite & tensor.isfinite(), 0.0).max()) for tensor in plain
+    )
     worst = int(error.argmax())
     position, largest = _unravel(worst, actual.shape), float(error.flatten()[worst])
     if largest > factor * plain_error + atol:
         raise AssertionError(
             f"{name}: largest error {largest:.3e} at {position} (got {actual[position].item():.6g}, "
             f"expected {reference[position].item():.6g}) exceeds {factor:g} x {plain_error:.3e} "
-            f"(plain PyTorch in {low_precision.dtype}) + {atol:.3e}"
+            f"(plain PyTorch in {plain[0].dtype}) + {atol:.3e}"
         )
 
 
@@ -82,6 +86,7 @@ def assert_op_matches_reference(
     options: Mapping[str, Any] | None = None,
     *,
     reference_options: Mapping[str, Any] | None = None,
+    also: Sequence[Callable[..., Any]] = (),
     factor: float = 2.0,
     gradient_factor: float = 2.0,
     atol: float | None = None,
@@ -90,10 +95,11 @@ def assert_op_matches_reference(
     """Compares an op and its gradients with a reference, by the rule of `assert_close_to_reference`.
 
     ``tensors`` and ``options`` become keyword arguments of both functions; ``reference_options`` only of the reference
-    (``seed`` and ``offset`` of dropout). ``gradient_atol`` overrides ``atol`` for the gradients of the tensors in it.
-    Runs ``op``, then ``reference`` in the same dtypes, then ``reference`` with the floating-point tensors in float64.
-    Outputs may be a tensor or a tuple. Compares the gradients of all tensors with ``requires_grad``, for random
-    gradients of the outputs (drawn from torch's global generator).
+    (``seed`` and ``offset`` of dropout). ``also`` are functions like ``reference`` that add in other orders: of few
+    elements one evaluation may have next to no error by luck. ``gradient_atol`` overrides ``atol`` for the gradients of
+    the tensors in it. Runs ``op``, then ``reference`` in the same dtypes, then ``reference`` with the floating-point
+    tensors in float64. Outputs may be a tensor or a tuple. Compares the gradients of all tensors with
+    ``requires_grad``, for random gradients of the outputs (drawn from torch's global generator).
     """
     options = dict(options or {})
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -109,10 +115,10 @@ def assert_op_matches_reference(
     double_options = {k: torch.float64 if isinstance(v, torch.dtype) else v for k, v in options.items()}
     extra = dict(reference_options or {})
     actual, actual_leaves = run(op, options, None)
-    plain, plain_leaves = run(reference, {**options, **extra}, None)
+    plain = [run(function, {**options, **extra}, None) for function in (reference, *also)]
     exact, exact_leaves = run(reference, {**double_options, **extra}, torch.float64)
-    for n, (a, p, e) in enumerate(zip(actual, plain, exact, strict=True)):
-        assert a.dtype == p.dtype, f"output {n}: expected {p.dtype}, got {a.dtype}"
+    for n, (a, e, *p) in enumerate(zip(actual, exact, *(outputs for outputs, _ in plain), strict=True)):
+        assert a.dtype == p[0].dtype, f"output {n}: expected {p[0].dtype}, got {a.dtype}"
         assert_close_to_reference(a, p, e, factor=factor, atol=atol, name=f"output {n}")
     if not actual_leaves:
         return
@@ -123,11 +129,9 @@ def assert_op_matches_reference(
         weighted = [g.to(o.dtype) for o, g in zip(outputs, grad_outputs, strict=True)]
         return torch.autograd.grad(outputs, list(leaves.values()), weighted)
 
-    triples = zip(
-        gradients(actual, actual_leaves), gradients(plain, plain_leaves), gradients(exact, exact_leaves), strict=True
-    )
-    for name, (a, p, e) in zip(actual_leaves, triples, strict=True):
-        assert a.dtype == p.dtype, f"gradient of {name}: expected {p.dtype}, got {a.dtype}"
+    computed = [gradients(*pair) for pair in ((actual, actual_leaves), (exact, exact_leaves), *plain)]
+    for name, a, e, *p in zip(actual_leaves, *computed, strict=True):
+        assert a.dtype == p[0].dtype, f"gradient of {name}: expected {p[0].dtype}, got {a.dtype}"
         own_atol = (gradient_atol or {}).get(name, atol)
         assert_close_to_reference(a, p, e, factor=gradient_factor, atol=own_atol, name=f"gradient of {name}")
 

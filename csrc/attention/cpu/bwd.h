@@ -8,7 +8,7 @@
 // them, or some ("a share") into its own copy of the gradient if threads would be idle otherwise.
 #pragma once
 
-#include "attention/cpu/logits.h"
+#include "attention/cpu/few_queries.h"
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
@@ -27,6 +27,7 @@ struct BackwardScratch {
   T* grad_q_t;                      // with tiles: (dim, width), what one block of keys adds
   T *probs, *grad_logits, *slopes;  // (kBackwardKeys, width); slopes: 1 - tanh^2 of a softcap
   T* mask;                          // (kBackwardKeys, width), dropout
+  T *scaled_rows, *products;        // what products_of_few_queries needs
   Scratch scratch;
 
   explicit BackwardScratch(const AttentionParams& p)
@@ -44,7 +45,9 @@ struct BackwardScratch {
                              {&probs, kBackwardKeys * kPanelQueries<T>},
                              {&grad_logits, kBackwardKeys * kPanelQueries<T>},
                              {&slopes, p.softcap > 0 ? kBackwardKeys * kPanelQueries<T> : 0},
-                             {&mask, p.dropout_p > 0 ? kBackwardKeys * kPanelQueries<T> : 0}})) {
+                             {&mask, p.dropout_p > 0 ? kBackwardKeys * kPanelQueries<T> : 0},
+                             {&scaled_rows, kMostFewQueries * padded<T>(std::max(p.dim, p.dim_v))},
+                             {&products, 4 * kLogitsPitch<T>}})) {
     if (kSharesK) k_of_logits = k;
     if (tiles) std::fill_n(k_t, whole_tiles(p.dim) * kKeyPairPitch, T(0));  // the rows past the last stay zeros
   }
@@ -207,7 +210,7 @@ void row_deltas(const AttentionBackwardParams& p, Compute<Storage>* delta) {
         for (int64_t i = 0; i < s.q_len; ++i) {
           Vec<T> sum{};
           for_vectors<T>(p.dim_v, [&](int64_t d, int64_t count) {
-            sum += load_partial(out[i] + d, count) * load_partial(grad_out[i] + d, count);
+            sum = multiply_add(sum, load_partial(out[i] + d, count), load_partial(grad_out[i] + d, count));
           });
           T value = horizontal_sum<T>(sum);
           if (p.grad_lse != nullptr) value -= static_cast<const T*>(p.grad_lse)[row + i];
@@ -256,6 +259,7 @@ class BackwardPass {
       longest_q_ = std::max(longest_q_, Sequence(p, b).q_len);
       longest_k = std::max(longest_k, Sequence(p, b).k_len);
     }
+    few_queries_ = kDepth<Storage> == 1 && are_few_queries<Storage>(p, longest_q_);
     // A task processes a share of a group's members and a split of their keys. Each share beyond the first needs a copy
     // of the bias's gradient, each split beyond the first a dQ. So there are only as many as the threads need, and the
     // one that takes less memory is increased first.
@@ -389,8 +393,15 @@ class BackwardPass {
       scratch.pack_queries(q.from(i), queries, p_.dim, width, scratch.q_t, scratch.q);
       scratch.pack_queries(grad_out.from(i), queries, p_.dim_v, width, scratch.grad_out_t, scratch.grad_out);
 
-      product_of_logits(keys, p_.dim, scratch.k_of_logits, scratch.q_t, width, scratch.probs, head.logit_factor);
-      product_of_logits(keys, p_.dim_v, scratch.v_of_logits, scratch.grad_out_t, width, scratch.grad_logits, T(1));
+      if (few_queries_) {
+        products_of_few_queries(q.from(i), queries, p_.dim, head.logit_factor, scratch.k_of_logits, keys, width,
+                                scratch.scaled_rows, scratch.products, scratch.probs);
+        products_of_few_queries(grad_out.from(i), queries, p_.dim_v, T(1), scratch.v_of_logits, keys, width,
+                                scratch.scaled_rows, scratch.products, scratch.grad_logits);
+      } else {
+        product_of_logits(keys, p_.dim, scratch.k_of_logits, scratch.q_t, width, scratch.probs, head.logit_factor);
+        product_of_logits(keys, p_.dim_v, scratch.v_of_logits, scratch.grad_out_t, width, scratch.grad_logits, T(1));
+      }
       with_vectors(width / lanes, [&](auto count) {
         softmax_gradient<decltype(count)::value>(head, scratch, lse, delta_ + head.first_row, i, i_end, j, keys,
                                                  grad_bias);
@@ -474,6 +485,7 @@ class BackwardPass {
   const int64_t pitch_ = row_pitch<T>(p_.dim), pitch_v_ = row_pitch<T>(p_.dim_v);
   const HeadGroups heads_;
   int64_t longest_q_ = 0;
+  bool few_queries_;  // as in few_queries.h: forward computed the logits there
   int64_t shares_, splits_;
   bool in_place_;        // dQ is summed in the result
   bool bias_over_keys_;  // the bias is broadcast over keys

@@ -20,6 +20,7 @@
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
 constexpr int64_t kTileRows = 64;
+constexpr int64_t kMostFewQueries = 16;   // of a sequence, without AMX
 constexpr int64_t kRowKeys = 128;         // keys of a step: their logits stay in cache until they are probs
 constexpr int64_t kAdjacentBytes = 4096;  // of the key heads of a tile: longer contiguous reads are no faster
 constexpr int64_t kLeastSplitKeys = 512;  // the fewest keys that are worth a separate task
@@ -48,7 +49,10 @@ void dot_products(int64_t keys, int64_t dim, const T* q, Rows<const Element> k, 
       for (int n = 0; n < kAtOnce; ++n) {
         const Vec<T> of_key = load(key[n] + d);
 #pragma GCC unroll 4
-        for (int r = 0; r < Count; ++r) sum[r * kAtOnce + n] += of_query[r] * of_key;
+        for (int r = 0; r < Count; ++r) {
+          Vec<T>& to = sum[r * kAtOnce + n];
+          to = multiply_add(to, of_query[r], of_key);
+        }
       }
     }
     T products[lanes];
@@ -56,6 +60,15 @@ void dot_products(int64_t keys, int64_t dim, const T* q, Rows<const Element> k, 
     for (int r = 0; r < Count; ++r)
       std::memcpy(logits + r * kLogitsPitch<T> + j, products + r * kAtOnce, kAtOnce * sizeof(T));
   }
+}
+
+// scaled (count, padded dim) = the rows of x, times factor.
+template <class Storage, class T = Compute<Storage>>
+void scale_rows(Rows<const Storage> x, int64_t count, int64_t dim, T factor, T* scaled) {
+  for (int64_t r = 0; r < count; ++r)
+    for_vectors<T>(dim, [&](int64_t d, int64_t columns) {
+      store(scaled + r * padded<T>(dim) + d, load_partial(x[r] + d, columns) * factor);
+    });
 }
 
 // Columns [begin, begin + Vectors * lanes) of out (Count, pitch) += probs (Count, keys), rows kLogitsPitch apart, @
@@ -75,7 +88,7 @@ CUDA_EXT_INLINE void add_values(int64_t keys, const T* probs, Rows<const Element
     for (int r = 0; r < Count; ++r) {
       const Vec<T> prob = splat(probs[r * kLogitsPitch<T> + j]);
 #pragma GCC unroll 16
-      for (int x = 0; x < Vectors; ++x) sum[r][x] += prob * value[x];
+      for (int x = 0; x < Vectors; ++x) sum[r][x] = multiply_add(sum[r][x], prob, value[x]);
     }
   }
 #pragma GCC unroll 4
@@ -335,7 +348,8 @@ void store_rows(const RowTile<T>& tile, const RowSums<T>* sums, int64_t splits) 
     Storage* const out = rows_of<Storage>(p.out, tile.batch, tile.s.q_begin, h)[i];
     for_vectors<T>(p.dim_v, [&](int64_t d, int64_t count) {
       Vec<T> sum{};
-      for (int64_t n = 0; n < splits; ++n) sum += share(sums[n]) * load(sums[n].out + r * padded<T>(p.dim_v) + d);
+      for (int64_t n = 0; n < splits; ++n)
+        sum = multiply_add(sum, splat(share(sums[n])), load(sums[n].out + r * padded<T>(p.dim_v) + d));
       store_partial(out + d, total == 0 ? Vec<T>{} : sum / total, count);
     });
   }
@@ -348,9 +362,11 @@ inline bool heads_are_adjacent(const AttentionParams& p) {
 // Whether this file's method is faster than panels for longest_q queries: if panels leave most lanes empty, and for a
 // few more queries if keys would be packed from between those of other heads, or if keys have to be split among
 // threads. With AMX it is for more rows, and, if keys have to be split, as long as a tile has all rows of a key head.
+// It has no dropout.
 template <class Storage>
 bool are_few_queries(const AttentionParams& p, int64_t longest_q) {
   using T = Compute<Storage>;
+  if (p.dropout_p > 0) return false;
   const int64_t head_rows = p.heads / p.heads_kv * longest_q;
 #if defined(CUDA_EXT_HAS_AMX_TILES)
   constexpr int64_t kFewRows = 2 * kAmxRows;
@@ -360,7 +376,7 @@ bool are_few_queries(const AttentionParams& p, int64_t longest_q) {
     return true;
 #endif
   return longest_q <= kLanes<T> / 2 || head_rows <= 8 || (head_rows <= 16 && heads_are_adjacent(p)) ||
-         (longest_q <= 16 && planned_batch(p) * p.heads < num_threads());
+         (longest_q <= kMostFewQueries && planned_batch(p) * p.heads < num_threads());
 }
 
 // How many adjacent key heads, of head_rows rows each, share a tile: as many as leave a task for every thread. `tasks`
@@ -372,6 +388,26 @@ int64_t heads_together(const AttentionParams& p, int64_t head_rows, int64_t task
   int64_t heads = std::min({p.heads_kv, contiguous, kTileRows / std::max<int64_t>(1, head_rows)});
   while (heads > 1 && (p.heads_kv % heads != 0 || p.heads_kv / heads * tasks < num_threads())) --heads;
   return std::max<int64_t>(1, heads);
+}
+
+// For the backward pass: K (factor Q)^T or V dO^T (keys, width), of `queries` rows x of storage and rows of row_pitch in
+// the order of sums of dot_products. Only then does exp(logit - lse) add up to 1 over a row that this file computed.
+// scaled_x (kMostFewQueries, padded dim) and products (4, kLogitsPitch) are scratch.
+template <class Storage, class T = Compute<Storage>>
+void products_of_few_queries(Rows<const Storage> x, int64_t queries, int64_t dim, T factor, const T* rows, int64_t keys,
+                             int64_t width, T* scaled_x, T* products, T* result) {
+  scale_rows<Storage>(x, queries, dim, factor, scaled_x);
+  std::fill_n(result, keys * width, T(0));
+  for (int64_t j = 0; j < keys; j += kRowKeys) {
+    const int64_t count = std::min(kRowKeys, keys - j);
+    for_row_groups<T>(queries, [&](auto group, int64_t r) {
+      constexpr int kCount = decltype(group)::value;
+      const Rows<const T> step{rows + j * row_pitch<T>(dim), row_pitch<T>(dim)};
+      dot_products<kCount>(count, padded<T>(dim), scaled_x + r * padded<T>(dim), step, products);
+      for (int64_t n = 0; n < count; ++n)
+        for (int i = 0; i < kCount; ++i) result[(j + n) * width + r + i] = products[i * kLogitsPitch<T> + n];
+    });
+  }
 }
 
 template <class Storage>
@@ -414,11 +450,8 @@ void forward_of_few_queries(const AttentionParams& p, int64_t longest_q) {
         const bool has_sink = p.sinks != nullptr && split == 0;
         sums.max[r] = has_sink ? static_cast<const T*>(p.sinks)[tile.head(r)] : -std::numeric_limits<T>::infinity();
         sums.sum[r] = T(has_sink ? 1 : 0);
-        const Storage* q = rows_of<const Storage>(p.query, tile.batch, tile.s.q_begin, tile.head(r))[tile.query(r)];
-        const T factor = T(factor_of_logits(p));
-        for_vectors<T>(p.dim, [&](int64_t d, int64_t count) {
-          store(scratch.q + r * dim + d, load_partial(q + d, count) * factor);
-        });
+        const auto queries = rows_of<const Storage>(p.query, tile.batch, tile.s.q_begin, tile.head(r));
+        scale_rows(queries.from(tile.query(r)), 1, p.dim, T(factor_of_logits(p)), scratch.q + r * dim);
       }
       if (tile.rows() == 0) continue;
       const int64_t begin = tile.keys_begin(), keys = std::max<int64_t>(0, tile.keys_end() - begin);

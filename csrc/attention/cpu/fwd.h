@@ -244,7 +244,7 @@ void forward(const AttentionParams& p) {
     longest_q = 0;
     for (int64_t b = 0; b < p.batch; ++b) longest_q = std::max(longest_q, Sequence(p, b).q_len);
   }
-  if (are_few_queries<Storage>(p, longest_q) && p.dropout_p == 0) return forward_of_few_queries<Storage>(p, longest_q);
+  if (are_few_queries<Storage>(p, longest_q)) return forward_of_few_queries<Storage>(p, longest_q);
 
   // Blocks are small enough that every thread gets several.
   const int64_t all_panels = p.heads / p.heads_kv * ((longest_q + kPanelQueries<T> - 1) / kPanelQueries<T>);
