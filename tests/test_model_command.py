@@ -14,7 +14,7 @@ from benchmarks import comparison, results
 from benchmarks.model import command, document, tables
 from benchmarks.model.cache_work import CacheProblem, predict_cache
 from benchmarks.model.cases import PACKS, PROBLEMS, SHAPES
-from benchmarks.model.gpus import GPUS
+from benchmarks.model.gpus import GPUS, Gpu
 from benchmarks.model.prediction import predict_attention, predict_bucket, predict_gemm
 from benchmarks.model.work import RESOURCES
 from benchmarks.presentation.formatting import END, with_section
@@ -30,6 +30,20 @@ def measured_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder for measurements, instead of the repository's."""
     monkeypatch.setattr(results, "ROOT", tmp_path / "results")
     return tmp_path / "results"
+
+
+@pytest.mark.parametrize("gpu", list(GPUS.values()), ids=list(GPUS))
+def test_predictions_are_consistent(gpu: Gpu) -> None:
+    found = list(command.predictions(gpu, None, "bfloat16", "nn", False))
+    attention = 2 * len(PROBLEMS) if gpu.has_cp_async else sum(problem.dim <= 128 for problem in PROBLEMS)
+    assert len(found) == len(SHAPES) + attention + len(PACKS)
+    for p in found:
+        assert p.seconds > max(seconds for name, seconds in p.resources.items() if name != "latency")
+        assert p.seconds < sum(p.resources.values()) * 1.5
+        assert 0 < p.of_library < 1.05, p  # a prediction above the best library would be implausible
+        assert p.binding in p.resources and p.chosen and p.measured is None
+    deep = [predict_gemm(gpu, 2048, 2048, k)[0].seconds for k in (512, 1024, 4096, 16384)]
+    assert deep == sorted(deep)
 
 
 def test_document_is_current() -> None:

@@ -390,9 +390,9 @@ int64_t heads_together(const AttentionParams& p, int64_t head_rows, int64_t task
   return std::max<int64_t>(1, heads);
 }
 
-// For the backward pass: K (factor Q)^T or V dO^T (keys, width), of `queries` rows x of storage and rows of row_pitch in
-// the order of sums of dot_products. Only then does exp(logit - lse) add up to 1 over a row that this file computed.
-// scaled_x (kMostFewQueries, padded dim) and products (4, kLogitsPitch) are scratch.
+// For the backward pass: K (factor Q)^T or V dO^T (keys, width), of `queries` rows x of storage and of rows row_pitch
+// apart, in the order of sums of dot_products. Only then does exp(logit - lse) add up to 1 over a row that this file
+// computed. scaled_x (kMostFewQueries, padded dim) and products (4, kLogitsPitch) are scratch.
 template <class Storage, class T = Compute<Storage>>
 void products_of_few_queries(Rows<const Storage> x, int64_t queries, int64_t dim, T factor, const T* rows, int64_t keys,
                              int64_t width, T* scaled_x, T* products, T* result) {
