@@ -8,6 +8,7 @@
     cuda_ext.flash_attention, cuda_ext.flash_attention_varlen
     cuda_ext.flash_attention_with_kvcache   # for generation: caches, in pages or not, appended to in place
     cuda_ext.merge_attention        # attention that was computed in parts
+    cuda_ext.linear_cross_entropy, cuda_ext.linear_log_prob     # of logits that are never in memory
     cuda_ext.attention_plan         # what an attention call would run on a GPU, and why
     cuda_ext.patch, cuda_ext.unpatch    # an existing model on these ops
     cuda_ext.nn, cuda_ext.distributed, cuda_ext.compat, cuda_ext.bucket, cuda_ext.testing, cuda_ext.dev
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from cuda_ext.attention import flash_attention, flash_attention_varlen
     from cuda_ext.integrations.patching import patch, unpatch
     from cuda_ext.kvcache import flash_attention_with_kvcache, merge_attention
+    from cuda_ext.loss import linear_cross_entropy, linear_log_prob
     from cuda_ext.plan import attention_plan, gemm_plan
 
 __version__ = "0.1.0"
@@ -54,6 +56,8 @@ __all__ = [
     "info",
     "integrations",
     "linear",
+    "linear_cross_entropy",
+    "linear_log_prob",
     "merge_attention",
     "mlp",
     "nn",
@@ -76,6 +80,8 @@ _MODULE_OF = {
     "gemm": "_gemm",
     "gemm_plan": "plan",
     "linear": "_gemm",
+    "linear_cross_entropy": "loss",
+    "linear_log_prob": "loss",
     "mlp": "_gemm",
     "patch": "integrations.patching",
     "unpatch": "integrations.patching",

@@ -31,11 +31,12 @@ LAYERS = {
     "3 ops in C++": {
         "python": "ops",
         "emulated": "launchers, attention, gemm, bucket, simt",
-        "ops": "launchers, attention, gemm, bucket, cpu, base",
-        "launchers": "attention, gemm, bucket",
+        "ops": "launchers, attention, loss, gemm, bucket, cpu, base",
+        "launchers": "attention, loss, gemm, bucket",
     },
     "2 kernels and launchers": {
         "attention": "tile, rt, arch, cpu, base",
+        "loss": "gemm, rt, arch, cpu",
         "gemm": "tile, rt, arch, cpu, base",
         "bucket": "rt, arch, cpu, base",
         "tile": "arch",
@@ -48,7 +49,7 @@ PARTS = {part: set(uses.split(", ")) - {""} for parts in LAYERS.values() for par
 FILES = {
     "prediction": "cuda_ext/distributed/prediction",
     "bucketing": "cuda_ext/distributed/bucketing",
-    "public ops": "cuda_ext/{_gemm,attention,kvcache,bucket,ops}.py",
+    "public ops": "cuda_ext/{_gemm,attention,kvcache,loss,bucket,ops}.py",
     "rules": "cuda_ext/_rules",
     "support": "cuda_ext/{_*,dev,info}.py",
 }
@@ -112,7 +113,7 @@ def part_of_module(module: str) -> str:
     _, name, *inner = module.split(".")
     if inner and inner[0] in ("bucketing", "prediction"):
         return inner[0]
-    if name in ("_gemm", "attention", "kvcache", "bucket", "ops"):
+    if name in ("_gemm", "attention", "kvcache", "loss", "bucket", "ops"):
         return "public ops"
     return name.removeprefix("_") if name.removeprefix("_") in PARTS else "support"
 

@@ -51,6 +51,8 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
                 "flash_attention_varlen",
                 "flash_attention_with_kvcache",
                 "merge_attention",
+                "linear_cross_entropy",
+                "linear_log_prob",
                 "patch",
                 "unpatch",
             ),

@@ -8,6 +8,7 @@
 #include "bucket/symmetric_cuda.h"
 #include "gemm/gemm_cuda.h"
 #include "gemm/gemm_passes.h"
+#include "loss/loss_cuda.h"
 
 namespace cuda_ext {
 
@@ -15,13 +16,15 @@ struct CudaKernels {
   // Identifies tables compiled from other sources, whose parameter structs differ.
   static constexpr uint64_t kLayout = sizeof(AttentionBackwardParams) << 48 | sizeof(GemmParams) << 32 |
                                       sizeof(ActivationGradParams) << 16 |
-                                      (sizeof(BucketParams) + sizeof(SymmetricParams));
+                                      (sizeof(BucketParams) + sizeof(SymmetricParams) + sizeof(LogitGradParams));
   uint64_t layout;
 
   void (*gemm)(const GemmParams&, const AllocateWorkspace&, void* stream, Float32Product, const Restriction&);
   sm90::GemmChoice (*choose_gemm_sm90)(const GemmParams&, Float32Product, const Restriction&);
   rt::Device (*gemm_device)();
   void (*activation_grad)(const ActivationGradParams&, const AllocateWorkspace&, void* stream);
+  void (*logit_statistics)(const LogitStatisticsParams&, void* stream);
+  void (*logit_grad)(const LogitGradParams&, void* stream);
   AttentionPlan (*plan_attention)(const AttentionBackwardParams&, bool backward, const rt::Device&,
                                   std::string& refusal);
   rt::Device (*attention_device)();
@@ -42,6 +45,8 @@ inline CudaKernels linked_cuda_kernels() {
       .choose_gemm_sm90 = choose_gemm_sm90,
       .gemm_device = gemm_cuda_device,
       .activation_grad = launch_activation_grad_cuda,
+      .logit_statistics = launch_logit_statistics_cuda,
+      .logit_grad = launch_logit_grad_cuda,
       .plan_attention = plan_attention_cuda,
       .attention_device = attention_cuda_device,
       .attention_forward = launch_attention_forward_cuda,

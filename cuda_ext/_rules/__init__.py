@@ -14,6 +14,8 @@ from cuda_ext._rules import (  # noqa: F401
     gemm_fakes,
     gemm_vmap,
     kvcache_fakes,
+    loss_fakes,
+    loss_vmap,
 )
 from cuda_ext._rules.after_import import AfterImport
 

@@ -64,6 +64,36 @@ def _mlp_hidden_backward_flops(
     return 2 * products * _product(grad_out[:-1]) * _product(weight2)
 
 
+# Losses
+
+
+@register_flop_formula([ops.logit_statistics, ops.linear_loss])
+def _logits_flops(input: Sequence[int], weight: Sequence[int], *more: Any, **options: Any) -> int:
+    return 2 * _product(input) * weight[0]
+
+
+@register_flop_formula(ops.linear_loss_forward)
+def _linear_loss_forward_flops(
+    input: Sequence[int], weight: Sequence[int], *more: Any, output_mask: Sequence[bool], **options: Any
+) -> int:
+    return (1 + sum(output_mask[:2])) * _logits_flops(input, weight)
+
+
+@register_flop_formula(ops.logit_statistics_backward)
+def _logit_statistics_backward_flops(
+    grad_lse: Any,
+    grad_picked: Any,
+    grad_dot: Any,
+    grad_entropy: Any,
+    input: Sequence[int],
+    weight: Sequence[int],
+    *more: Any,
+    output_mask: Sequence[bool],
+    **options: Any,
+) -> int:
+    return (1 + sum(output_mask[:2])) * _logits_flops(input, weight)
+
+
 # Attention: two products forward and five backward, over the visible scores.
 
 

@@ -1,0 +1,2 @@
+#include "cpu/isa_generic.h"
+#include "loss/cpu/loss_cpu.inc"

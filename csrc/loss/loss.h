@@ -1,0 +1,53 @@
+// Parameters of the two passes over tiles of logits from which losses without logits are made: statistics of each row,
+// and the gradient at the logits. csrc/ops/loss.cpp makes the tiles by products, and drops them.
+#pragma once
+
+#include "cpu/isa.h"
+#include "gemm/gemm.h"
+
+namespace cuda_ext {
+
+// A tile (rows, columns) of x = scale (input @ weight^T + bias), contiguous, of the accumulation type: float32, or
+// float64 on the CPU. Logits are z = softcap tanh(x / softcap), or x if softcap is 0.
+struct LogitTile {
+  int64_t rows = 0, columns = 0;
+  int64_t first_column = 0;  // in the vocabulary
+  Dtype dtype = Dtype::kFloat32;
+  double softcap = 0;
+  const int64_t* target = nullptr;  // (rows,), in the vocabulary. May be null
+  int64_t ignore_index = -1;        // a target that is none
+  Operand coefficients;             // (rows, columns), or a row that is broadcast; column_stride 1. May be absent
+};
+
+// Arrays (rows,) of the accumulation type, which a tile updates: the maximum of the logits of all tiles so far, and
+// sums over them. Those after `sum` may be null.
+struct RowStatistics {
+  void* max;     // starts at -inf
+  void* sum;     // of exp(z - max), like the others starts at 0
+  void* moment;  // of exp(z - max) z
+  void* dot;     // of coefficients z
+  void* picked;  // z at the target
+};
+struct LogitStatisticsParams {
+  LogitTile tile;
+  void* logits;  // x, which becomes z
+  RowStatistics statistics;
+};
+
+// grad = scale dz/dx (p (by_lse + by_entropy (entropy - z)) + by_dot coefficients + by_picked [column is the target])
+// with p = exp(z - lse): the gradient at input @ weight^T + bias. Arrays (rows,) of the accumulation type; those named
+// by_... are gradients of the statistics, and may be null.
+struct LogitGradParams {
+  LogitTile tile;
+  const void* logits;  // x, or z if `capped`
+  bool capped = false;
+  double scale = 1;
+  const void *lse, *entropy;  // entropy: null without by_entropy
+  const void *by_lse, *by_entropy, *by_dot, *by_picked;
+  Output grad;  // (rows, columns)
+};
+
+CUDA_EXT_CPU_LAUNCHER(launch_logit_statistics, LogitStatisticsParams)
+CUDA_EXT_CPU_LAUNCHER(launch_logit_grad, LogitGradParams)
+
+}  // namespace cuda_ext

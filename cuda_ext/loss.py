@@ -1,0 +1,304 @@
+"""The loss of a language model without its logits: product with the vocabulary, softmax and cross entropy as one op.
+
+Logits ``z = softcap * tanh(scale * (input @ linear_weight.T + linear_bias) / softcap)`` are formed in tiles that are
+reduced and dropped: there is never a tensor (M, V). Everything after the product is float32 (float64 for float64), also
+for float16 and bfloat16 operands, and so are the results.
+
+Backward has two methods. ``"recompute"`` keeps one number per row and forms the tiles again: four products, and little
+memory. ``"forward"`` forms the gradients during forward, while the logits of a row are complete: three products, but
+only for a loss that is a number, and the gradients are there from then on. It is the method of PyTorch's and Liger's
+chunked losses. ``"auto"`` takes it if enough complete rows fit into ``memory_limit`` that the products are efficient.
+
+Deterministic. Derivatives of higher order and in forward mode, and those under the transforms of `torch.func`, are
+composed of differentiable ops, which make all logits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import cuda_ext._rules  # noqa: F401
+from cuda_ext._checks import check_constants
+from cuda_ext._load import ops
+from cuda_ext._toolchain import NAMESPACE
+
+__all__ = ["linear_cross_entropy", "linear_log_prob"]
+
+MEMORY_LIMIT = {"cpu": 48 * 2**20, "cuda": 2**30}  # bytes of a tile
+_METHODS = ("auto", "forward", "recompute")
+# Complete rows of a tile below which reading and writing the weight's gradient once per tile takes longer than a fourth
+# product.
+_LEAST_ROWS = {"cpu": 64, "cuda": 1024}
+
+
+def _refuse(op: str, what: str) -> None:
+    raise RuntimeError(f"{NAMESPACE}::{op}: {what}")
+
+
+def _flatten(op: str, input: Tensor, linear_weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """input (M, K), target (M,) or (M, V), and whether targets are probabilities."""
+    if linear_weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != linear_weight.shape[1]:
+        _refuse(
+            op,
+            f"expected input of shape (..., K) and linear_weight of shape (V, K), got {tuple(input.shape)} and "
+            f"{tuple(linear_weight.shape)}",
+        )
+    leading = input.shape[:-1]
+    if target.is_floating_point():
+        if target.shape != (*leading, linear_weight.shape[0]):
+            _refuse(
+                op,
+                f"expected target probabilities of shape {(*leading, linear_weight.shape[0])}, got "
+                f"{tuple(target.shape)}",
+            )
+        if target.requires_grad and torch.is_grad_enabled():
+            _refuse(op, "expected target probabilities that do not require grad; use target.detach()")
+        return input.reshape(-1, input.shape[-1]), target.reshape(-1, linear_weight.shape[0]), True
+    if target.dtype != torch.int64 or target.shape != leading:
+        _refuse(
+            op,
+            f"expected target of dtype torch.int64 and shape {tuple(leading)}, got {target.dtype} and "
+            f"{tuple(target.shape)}",
+        )
+    return input.reshape(-1, input.shape[-1]), target.reshape(-1), False
+
+
+def _is_efficient(rows: int, columns: int, input: Tensor, limit: int) -> bool:
+    """Whether complete rows of logits are better than parts of rows: see `_LEAST_ROWS`. Sums of 16-bit gradients over
+    several tiles are float32, of the size of the weight."""
+    element = 4 if input.element_size() == 4 else 8 if input.element_size() == 8 else 6
+    fit = limit // max(1, columns * element)
+    if fit >= rows:
+        return True
+    sums = 0 if input.element_size() >= 4 else 4 * columns * input.shape[-1]
+    return fit >= _LEAST_ROWS[input.device.type if input.device.type in _LEAST_ROWS else "cuda"] and sums <= limit
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float = 0.0,
+    scale: float = 1.0,
+    z_loss: float = 0.0,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    method: str = "auto",
+    memory_limit: int | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """``F.cross_entropy(z, target, ...) + z_loss * lse ** 2``, with the logits z of the module.
+
+    The arguments up to ``label_smoothing`` are those of `torch.nn.functional.linear_cross_entropy` (PyTorch 2.13).
+
+    Args:
+        input: ``(..., K)``; M rows.
+        linear_weight: ``(V, K)``, as in `torch.nn.Linear`; dtype of ``input``.
+        target: ``(...)`` of dtype int64, classes in ``[0, V)`` or ``ignore_index``; or floating ``(..., V)``,
+            probabilities, which are read, but have no gradient.
+        linear_bias: ``(V,)``; dtype of ``input``.
+        weight: ``(V,)``, a weight of each class, as in `torch.nn.functional.cross_entropy`; no gradient.
+        reduction: ``"mean"`` (over the weights of the targets; with probabilities over M), ``"sum"`` or ``"none"``.
+        ignore_index: rows with this target count for nothing.
+        label_smoothing: in [0, 1]: this much of each target is spread evenly over all classes.
+        softcap: default 0: none (Gemma 2 has 30).
+        scale: factor of the product and its bias; an inverse temperature.
+        z_loss: factor of ``lse ** 2``, which keeps logits from drifting (Chowdhery et al., PaLM, arXiv 2204.02311,
+            section 5). Added to each target that is not ignored; under ``"mean"`` its mean over these, unweighted.
+        return_lse, return_entropy: also return these values of each row, float32 ``(...)``, with gradients: the
+            logarithm of the sum of exponentials of z, and the entropy of softmax(z) in natural units.
+        method: how backward gets its gradients: ``"auto"``, ``"forward"`` or ``"recompute"``; see the module.
+        memory_limit: bytes for a tile of logits and its gradient; default 48 MiB on a CPU, 1 GiB on a GPU.
+
+    Returns:
+        The loss, float32 (float64 for float64): a number, or ``(...)`` for ``"none"``; if asked for, a tuple
+        ``(loss, lse, entropy)`` of it and the others. The mean over no target is NaN.
+
+    Raises:
+        RuntimeError: wrong shapes, dtypes or devices. IndexError: a target that is no class, on a CPU; on a GPU it
+        makes the loss NaN. ValueError: options.
+    """
+    op = "linear_cross_entropy"
+    check_constants(op, softcap=softcap, scale=scale, z_loss=z_loss, label_smoothing=label_smoothing)
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"{NAMESPACE}::{op}: expected reduction 'mean', 'sum' or 'none', got {reduction!r}")
+    if method not in _METHODS:
+        raise ValueError(f"{NAMESPACE}::{op}: expected method 'auto', 'forward' or 'recompute', got {method!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{NAMESPACE}::{op}: expected label_smoothing in [0, 1], got {label_smoothing}")
+    if softcap < 0:
+        raise ValueError(f"{NAMESPACE}::{op}: expected softcap of 0 (none) or more, got {softcap}")
+    rows, targets, are_probabilities = _flatten(op, input, linear_weight, target)
+    classes = linear_weight.shape[0]
+    if weight is not None and (weight.shape != (classes,) or not weight.is_floating_point()):
+        _refuse(op, f"expected weight of shape {(classes,)} and a floating dtype, got {tuple(weight.shape)}")
+    of_number = reduction != "none" and not return_lse and not return_entropy
+    if method == "forward" and not of_number:
+        raise ValueError(
+            f"{NAMESPACE}::{op}: expected method 'auto' or 'recompute' for reduction 'none' and returned values: "
+            "gradients are formed in forward only of a loss that is a number"
+        )
+    terms = _terms(
+        rows,
+        targets if not are_probabilities else None,
+        targets if are_probabilities else None,
+        classes,
+        weight,
+        ignore_index,
+        label_smoothing,
+        z_loss,
+    )
+    limit = MEMORY_LIMIT["cpu" if input.device.type == "cpu" else "cuda"] if memory_limit is None else memory_limit
+    options = {"scale": scale, "softcap": softcap, "ignore_index": ignore_index, "memory_limit": limit}
+    logits = (rows, linear_weight, linear_bias, terms.target, terms.coefficients)
+    if of_number and (method == "forward" or (method == "auto" and _is_efficient(rows.shape[0], classes, rows, limit))):
+        loss: Tensor = ops.linear_loss(*logits, *terms.weighted(reduction), **options)
+        return loss + terms.of_nothing(reduction)
+    lse, picked, dot, entropy = ops.logit_statistics(*logits, **options, entropy=return_entropy)
+    losses = terms.losses(lse, picked, dot, reduction)
+    loss = losses.view(input.shape[:-1]) if reduction == "none" else losses.sum() + terms.of_nothing(reduction)
+    if not (return_lse or return_entropy):
+        return loss
+    more = [value.view(input.shape[:-1]) for value, wanted in ((lse, return_lse), (entropy, return_entropy)) if wanted]
+    return loss, *more
+
+
+def _share(by: Tensor | None, total: Tensor) -> Tensor | None:
+    """Of nothing, nothing: rows that do not count have no gradient, even if the mean is NaN."""
+    return None if by is None else torch.where(by == 0, 0.0, by / total)
+
+
+class _Terms:
+    """The loss of a row, ``by_lse * lse + by_picked * picked + by_dot * dot + by_square * lse ** 2``, of which the
+    values with the names of outputs of `logit_statistics` are numbers of the row."""
+
+    def __init__(
+        self,
+        valid: Tensor | None,
+        target: Tensor | None,
+        coefficients: Tensor | None,
+        by: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+        total: Tensor,
+        count: Tensor,
+    ) -> None:
+        self.valid, self.target, self.coefficients = valid, target, coefficients
+        self.by, self.total, self.count = by, total, count
+
+    def weighted(self, reduction: str) -> tuple[Tensor | None, ...]:
+        """The factors, with those of the reduction."""
+        if reduction != "mean":
+            return self.by
+        *by, square = self.by
+        return (*(_share(b, self.total) for b in by), _share(square, self.count))
+
+    def of_nothing(self, reduction: str) -> Tensor | float:
+        """NaN if a mean is over no target, else 0."""
+        return torch.where(self.total == 0, torch.nan, 0.0) if reduction == "mean" else 0.0
+
+    def losses(self, lse: Tensor, picked: Tensor, dot: Tensor, reduction: str) -> Tensor:
+        by_lse, by_picked, by_dot, by_square = self.weighted(reduction)
+        assert by_lse is not None
+        losses = by_lse * lse
+        if by_picked is not None:  # the difference first, which is exact where both are nearly equal
+            losses = by_picked * (picked - lse) + (by_lse + by_picked) * lse
+        if by_dot is not None:
+            losses = losses + by_dot * dot
+        if by_square is not None:
+            losses = losses + by_square * lse.square()
+        return losses if self.valid is None else torch.where(self.valid, losses, 0.0)
+
+
+def _terms(
+    rows: Tensor,
+    target: Tensor | None,
+    probabilities: Tensor | None,
+    classes: int,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+) -> _Terms:
+    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    weight = None if weight is None else weight.detach().to(dtype)
+    spread = label_smoothing / classes if classes else 0.0
+    count = rows.shape[0]
+    if target is None:
+        assert probabilities is not None
+        coefficients = probabilities.detach()
+        if label_smoothing:
+            coefficients = coefficients.to(dtype) * (1.0 - label_smoothing) + spread
+        if weight is not None:
+            coefficients = coefficients.to(dtype) * weight
+        by_lse = coefficients.sum(1, dtype=dtype)
+        ones = torch.ones_like(by_lse)
+        square = z_loss * ones if z_loss else None
+        total = by_lse.new_full((), count)
+        return _Terms(None, None, coefficients, (by_lse, None, -ones, square), total, total)
+    valid = target != ignore_index
+    mask = valid.to(dtype)
+    if weight is None:
+        own, of_classes = mask, torch.ones(classes, dtype=dtype, device=rows.device)
+    else:
+        own = weight.index_select(0, torch.where(valid, target, 0).clamp(0, max(0, classes - 1))) * mask
+        of_classes = weight
+    by_lse = (1.0 - label_smoothing) * own
+    by_picked = -by_lse
+    by_dot: Tensor | None = None
+    if label_smoothing:
+        by_lse = by_lse + spread * of_classes.sum() * mask
+        by_dot = -spread * mask
+    square = z_loss * mask if z_loss else None
+    by = (by_lse, by_picked, by_dot, square)
+    return _Terms(valid, target, of_classes if label_smoothing else None, by, own.sum(), mask.sum())
+
+
+def linear_log_prob(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    softcap: float = 0.0,
+    scale: float = 1.0,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+    memory_limit: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``log_softmax(z)`` at the targets, and the entropy of ``softmax(z)``, with gradients through both: for
+    reinforcement learning and preferences (GRPO, PPO, DPO). The logits z and the arguments are those of
+    `linear_cross_entropy`.
+
+    Args:
+        target: ``(...)`` of dtype int64. Rows of ``ignore_index`` give 0.
+
+    Returns:
+        ``(...)``, float32 (float64 for float64); with ``return_entropy`` a tuple ``(log_prob, entropy)`` of two.
+
+    Raises: as `linear_cross_entropy`.
+    """
+    op = "linear_log_prob"
+    check_constants(op, softcap=softcap, scale=scale)
+    rows, targets, are_probabilities = _flatten(op, input, linear_weight, target)
+    if are_probabilities:
+        _refuse(op, f"expected target of dtype torch.int64, got {target.dtype}")
+    limit = MEMORY_LIMIT["cpu" if input.device.type == "cpu" else "cuda"] if memory_limit is None else memory_limit
+    lse, picked, _, entropy = ops.logit_statistics(
+        rows,
+        linear_weight,
+        linear_bias,
+        targets,
+        None,
+        scale=scale,
+        softcap=softcap,
+        ignore_index=ignore_index,
+        memory_limit=limit,
+        entropy=return_entropy,
+    )
+    log_prob = torch.where(targets != ignore_index, picked - lse, 0.0).view(target.shape)
+    return (log_prob, entropy.view(target.shape)) if return_entropy else log_prob
