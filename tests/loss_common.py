@@ -132,7 +132,7 @@ def absolute_errors(
     value, target = options.get, tensors["target"]
     rows, classes = max(1, math.prod(tensors["input"].shape[:-1])), tensors["linear_weight"].shape[0]
 
-    terms = values["input"].reshape(-1, values["input"].shape[-1]).abs() @ values["linear_weight"].abs().t()
+    terms = values["input"].abs() @ values["linear_weight"].abs().t()
     if "linear_bias" in values:
         terms = terms + values["linear_bias"].abs().nan_to_num(posinf=0.0)
     largest = abs(value("scale", 1.0)) * float(terms.max()) if terms.numel() else 0.0
