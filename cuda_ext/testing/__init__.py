@@ -3,8 +3,8 @@
 Each ``reference_*`` function has the signature and the meaning of one public op, in a few lines of plain PyTorch. It
 works in any dtype, and autograd differentiates it, so it serves two purposes: in float64 it is the reference, and in
 the dtype of the op under test it is the plain PyTorch evaluation whose error sets the tolerance
-(`assert_close_to_reference`). The attention reference holds the whole Sq x Sk matrix of scores: it is written to be
-correct and readable, not fast.
+(`assert_close_to_reference`). The references of attention and of the loss hold the whole matrix of scores or logits:
+they are written to be correct and readable, not fast.
 
 `emulated` runs the CUDA kernels without a GPU. `attention_without_wgmma` runs attention's kernels for sm_80 on Hopper.
 
@@ -20,6 +20,8 @@ from cuda_ext.testing.references import (
     reference_gated_mlp,
     reference_gemm,
     reference_linear,
+    reference_linear_cross_entropy,
+    reference_linear_log_prob,
     reference_mlp,
 )
 from cuda_ext.testing.tolerance import assert_close_to_reference, assert_op_matches_reference
@@ -39,5 +41,7 @@ __all__ = [
     "reference_gated_mlp",
     "reference_gemm",
     "reference_linear",
+    "reference_linear_cross_entropy",
+    "reference_linear_log_prob",
     "reference_mlp",
 ]

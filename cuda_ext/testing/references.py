@@ -25,6 +25,8 @@ __all__ = [
     "reference_gated_mlp",
     "reference_gemm",
     "reference_linear",
+    "reference_linear_cross_entropy",
+    "reference_linear_log_prob",
     "reference_mlp",
 ]
 
@@ -105,6 +107,89 @@ def reference_gated_mlp(
     return reference_linear(hidden, weight2, bias2, residual=residual)
 
 
+# loss
+
+
+def reference_linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float = 0.0,
+    scale: float = 1.0,
+    z_loss: float = 0.0,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    method: str = "auto",
+) -> Tensor | tuple[Tensor, ...]:
+    """The loss as `cuda_ext.linear_cross_entropy` defines it, through the full matrix of logits.
+
+    input (..., K), linear_weight (V, K), linear_bias (V,), weight (V,), target (...) of int64 or (..., V) of
+    probabilities -> the loss, 0-dim or (...), and on request lse (...) and entropy (...), float32, or float64 for
+    float64 inputs. The product and the bias are rounded to the dtype of the inputs; what follows is in the dtype of the
+    results. ``z_loss`` adds ``z_loss * lse**2`` for every target that is not ``ignore_index``, and with "mean" its mean
+    over those. A class of probability zero adds nothing to the entropy. ``method`` is ignored.
+    """
+    logits = _logits(input, linear_weight, linear_bias, softcap, scale)  # (..., V)
+    indices = not target.is_floating_point()
+    classes = logits.shape[-1]
+    loss = F.cross_entropy(
+        logits.reshape(-1, classes),
+        target.reshape(-1) if indices else target.reshape(-1, classes).to(logits.dtype),
+        weight=None if weight is None else weight.to(logits.dtype),
+        reduction=reduction,
+        ignore_index=ignore_index if indices else -100,
+        label_smoothing=label_smoothing,
+    )
+    if reduction == "none":
+        loss = loss.reshape(logits.shape[:-1])
+    lse = torch.logsumexp(logits, dim=-1)
+    if z_loss != 0.0:
+        counted = target != ignore_index if indices else torch.ones_like(lse, dtype=torch.bool)
+        penalty = torch.where(counted, z_loss * lse.square(), 0.0)
+        loss = loss + {"none": penalty, "sum": penalty.sum(), "mean": penalty.sum() / counted.sum()}[reduction]
+    more = [lse] * return_lse + [_entropy(logits)] * return_entropy
+    return (loss, *more) if more else loss
+
+
+def reference_linear_log_prob(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    softcap: float = 0.0,
+    scale: float = 1.0,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probabilities (...) of target (...), int64, under the softmax of the logits of
+    `reference_linear_cross_entropy`, 0 where it is ``ignore_index``; and on request entropies (...)."""
+    logits = _logits(input, linear_weight, linear_bias, softcap, scale)
+    ignored = target == ignore_index
+    chosen = torch.log_softmax(logits, dim=-1).gather(-1, target.masked_fill(ignored, 0)[..., None]).squeeze(-1)
+    log_prob = chosen.masked_fill(ignored, 0.0)
+    return (log_prob, _entropy(logits)) if return_entropy else log_prob
+
+
+def _logits(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, softcap: float, scale: float) -> Tensor:
+    """``softcap(scale * (input @ linear_weight.T + linear_bias))`` (..., V), from the product on in float32 or 64."""
+    product = F.linear(input, linear_weight, linear_bias)
+    logits = scale * product.to(_float32_or_float64(input.dtype))
+    return softcap * torch.tanh(logits / softcap) if softcap > 0.0 else logits
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    """The entropy of the softmax over the last dim."""
+    log_probs = torch.log_softmax(logits, dim=-1)
+    return -(log_probs.exp() * log_probs.masked_fill(log_probs == -math.inf, 0.0)).sum(dim=-1)
+
+
 # attention
 
 
@@ -168,7 +253,7 @@ def reference_attention_varlen(
         max_seqlen_k = max((end - start for start, end in pairwise(starts_k)), default=0)
     outs, lses = (
         [query.new_zeros(0, heads, value.shape[-1])],
-        [query.new_zeros(heads, 0, dtype=_lse_dtype(query.dtype))],
+        [query.new_zeros(heads, 0, dtype=_float32_or_float64(query.dtype))],
     )
     for n, ((q0, q1), (k0, k1)) in enumerate(zip(pairwise(starts_q), pairwise(starts_k), strict=True)):
         keep = None
@@ -259,8 +344,8 @@ def _attention(
     if keep is not None:
         probabilities = probabilities * keep / (1.0 - dropout_p)
     out = (probabilities @ value.transpose(1, 2)).transpose(1, 2)  # (B, Sq, H, Dv)
-    return out, lse.to(_lse_dtype(query.dtype))
+    return out, lse.to(_float32_or_float64(query.dtype))
 
 
-def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
+def _float32_or_float64(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32

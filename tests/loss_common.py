@@ -1,0 +1,185 @@
+"""Helpers of the tests of the loss: operands, and the comparison with the references."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from gemm_common import roundings
+from torch import Tensor
+
+import cuda_ext
+from cuda_ext import testing
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+REDUCTIONS = ("mean", "sum", "none")
+REFERENCES: dict[str, Callable[..., Any]] = {
+    "linear_cross_entropy": testing.reference_linear_cross_entropy,
+    "linear_log_prob": testing.reference_linear_log_prob,
+}
+
+
+def operands(
+    lead: Sequence[int],
+    classes: int,
+    features: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    bias: bool = False,
+    spread: float = 1.0,
+    grad: bool = True,
+) -> dict[str, Tensor]:
+    """Random operands whose logits have the standard deviation ``spread``, and random targets."""
+    shapes = {"input": (*lead, features), "linear_weight": (classes, features)}
+    tensors = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    tensors["linear_weight"] *= spread * max(1, features) ** -0.5
+    if bias:
+        tensors["linear_bias"] = torch.randn(classes, dtype=torch.float64)
+    leaves = {name: tensor.to(dtype).requires_grad_(grad) for name, tensor in tensors.items()}
+    return {**leaves, "target": torch.randint(classes, tuple(lead))}
+
+
+def probabilities(lead: Sequence[int], classes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*lead, classes, dtype=torch.float64).softmax(dim=-1).to(dtype)
+
+
+def with_ignored(target: Tensor, ignore_index: int = -100, fraction: float = 0.3) -> Tensor:
+    """A copy with about that fraction of the targets ignored, at least one and, of two or more, not all of them."""
+    chosen = torch.rand(target.shape) < fraction
+    flat = chosen.view(-1)
+    flat[-1:] = True
+    flat[:-1][:1] = False
+    target = target.clone().masked_fill_(chosen, ignore_index)
+    if target.numel() > 1 and 0 <= ignore_index == int(target.view(-1)[0]):
+        target.view(-1)[0] = ignore_index + 1 if ignore_index == 0 else ignore_index - 1
+    return target
+
+
+def run(
+    function: Callable[..., Any], tensors: Mapping[str, Tensor], options: Mapping[str, Any], dtype: Any = None
+) -> dict[str, Tensor]:
+    """The outputs of a function, and the gradients of the tensors that require one for fixed random gradients of the
+    outputs; the tensors are first converted to ``dtype``, if one is given."""
+
+    def leaf(tensor: Tensor) -> Tensor:
+        value = tensor.detach()
+        value = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+        return value.requires_grad_(tensor.requires_grad)
+
+    leaves = {name: leaf(tensor) for name, tensor in tensors.items()}
+    out = function(**leaves, **options)
+    outputs = list(out) if isinstance(out, tuple) else [out]
+    names = ["loss", *(name for name in ("lse", "entropy") if options.get(f"return_{name}"))]
+    results = dict(zip(names, outputs, strict=True))
+    wanted = {name: tensor for name, tensor in leaves.items() if tensor.requires_grad}
+    if wanted:
+        generator = torch.Generator(out[0].device if isinstance(out, tuple) else out.device).manual_seed(3)
+        # Rounded to float32, so that every dtype of results gets the same.
+        weights = [
+            torch.randn(o.shape, generator=generator, device=generator.device, dtype=torch.float32).to(o.dtype)
+            for o in outputs
+        ]
+        gradients = torch.autograd.grad(outputs, list(wanted.values()), weights)
+        results |= {f"gradient of {name}": g for name, g in zip(wanted, gradients, strict=True)}
+    return results
+
+
+def check(tensors: Mapping[str, Tensor], op: str = "linear_cross_entropy", **options: Any) -> None:
+    """Compares the outputs and gradients of an op with the reference in float64.
+
+    The error may be twice that of plain PyTorch in the same dtype; and for 16-bit operands also twice that of PyTorch
+    with float32 logits, whose gradients are rounded once, at the end, where the op may round the gradient of the logits
+    as well. Of few elements one evaluation may have next to no error by luck, so plain PyTorch adds in two orders. To
+    both come the roundings of `absolute_errors`.
+    """
+    reference = REFERENCES[op]
+    if op == "linear_cross_entropy":
+        options = {"reduction": "mean", **options}
+
+    def backwards(**t: Any) -> Any:
+        return reference(**{**t, "input": t["input"].flip(-1), "linear_weight": t["linear_weight"].flip(-1)})
+
+    def with_float32_logits(function: Callable[..., Any]) -> Callable[..., Any]:
+        names = ("input", "linear_weight", "linear_bias")
+        return lambda **t: function(**{n: v.float() if n in names else v for n, v in t.items()})
+
+    actual = run(getattr(cuda_ext, op), tensors, options)
+    exact = run(reference, tensors, options, torch.float64)
+    yardsticks = [(reference, backwards)]
+    if tensors["input"].dtype in (torch.bfloat16, torch.float16):
+        yardsticks.append((with_float32_logits(reference), with_float32_logits(backwards)))
+    errors = absolute_errors(tensors, exact, options)
+    for functions in yardsticks:
+        plain = [run(function, tensors, options) for function in functions]
+        for name, expected in exact.items():
+            assert actual[name].dtype == plain[0][name].dtype, name
+            testing.assert_close_to_reference(
+                actual[name], [p[name] for p in plain], expected, atol=errors[name](actual[name].dtype), name=name
+            )
+
+
+def absolute_errors(
+    tensors: Mapping[str, Tensor], exact: Mapping[str, Tensor], options: Mapping[str, Any]
+) -> dict[str, Callable[[torch.dtype], float]]:
+    """What rounding alone may change in each result, as a function of its dtype.
+
+    Two roundings of the result's largest element; and a few of the largest logit, taken as the sum of its absolute
+    terms, for the logits and their softmax have this error relative to theirs: times what one logit can change.
+    """
+    values = {n: t.detach().double() for n, t in tensors.items() if t.is_floating_point()}
+    value, target = options.get, tensors["target"]
+    rows, classes = max(1, math.prod(tensors["input"].shape[:-1])), tensors["linear_weight"].shape[0]
+
+    terms = values["input"].abs() @ values["linear_weight"].abs().t()
+    if "linear_bias" in values:
+        terms = terms + values["linear_bias"].abs().nan_to_num(posinf=0.0)
+    largest = abs(value("scale", 1.0)) * float(terms.max()) if terms.numel() else 0.0
+    if value("softcap", 0.0) > 0.0:
+        largest = min(largest, options["softcap"])  # its derivative falls faster than the logit grows
+    largest = max(1.0, largest)
+
+    # How fast the loss of a row can change with its logits, for a gradient of one.
+    row = float(values["weight"].abs().max()) if "weight" in values else 1.0
+    counted = torch.ones((), dtype=torch.float64).expand(rows)
+    if target.is_floating_point():
+        row *= max(1.0, float(values["target"].sum(-1).max())) if target.numel() else 1.0
+    else:
+        kept = target[target != value("ignore_index", -100)]
+        counted = values["weight"][kept] if "weight" in values else torch.ones(kept.shape, dtype=torch.float64)
+    mean = value("reduction") == "mean" and counted.sum() != 0.0
+    share = row / abs(float(counted.sum())) if mean else row
+    slope = 1.0 + 2.0 * value("z_loss", 0.0) * largest
+    more = (1.0 + math.log(classes)) if value("return_entropy") else 1.0
+    total = share * rows if value("reduction", "none") != "none" else row
+
+    size = {"loss": total * slope, "lse": 1.0, "entropy": 1.0 + math.log(classes)}
+    each = abs(value("scale", 1.0)) * more * max(share * slope, float("lse" in exact or "entropy" in exact))
+    for name, other in (("input", "linear_weight"), ("linear_weight", "input")):
+        size[f"gradient of {name}"] = each * (float(values[other].abs().max()) if values[other].numel() else 1.0)
+    size["gradient of linear_bias"] = each
+
+    def error_of(name: str) -> Callable[[torch.dtype], float]:
+        element = float(exact[name].detach().abs().nan_to_num(0.0, 0.0).max()) if exact[name].numel() else 0.0
+        double = tensors["input"].dtype == torch.float64
+        # The reference rounds float64 too.
+        logit = largest * (100 * torch.finfo(torch.float64).eps if double else torch.finfo(torch.float32).eps)
+        return lambda dtype: torch.finfo(dtype).eps * element + roundings(tensors["input"]) * logit * size[name]
+
+    return {name: error_of(name) for name in exact}
+
+
+def laid_out(tensor: Tensor, layout: str) -> Tensor:
+    """The same numbers in memory laid out in another way."""
+    value = tensor.detach()
+    if layout == "transposed" and value.dim() >= 2:
+        value = value.mT.contiguous().mT
+    elif layout == "padded":
+        value = torch.nn.functional.pad(value, (0, 3))[..., :-3]
+    elif layout == "every other":
+        value = value.repeat_interleave(2, dim=-1)[..., ::2]
+    elif layout == "shifted":
+        value = torch.cat([value.new_zeros(1), value.flatten()])[1:].view(value.shape)
+    assert torch.equal(value, tensor)
+    return value.requires_grad_(tensor.requires_grad)
