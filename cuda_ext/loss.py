@@ -15,6 +15,8 @@ composed of differentiable ops, which make all logits.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -45,6 +47,7 @@ def _flatten(op: str, input: Tensor, linear_weight: Tensor, target: Tensor) -> t
             f"{tuple(linear_weight.shape)}",
         )
     leading = input.shape[:-1]
+    rows = math.prod(leading)  # not numel(), which a size that is a symbol does not have
     if target.is_floating_point():
         if target.shape != (*leading, linear_weight.shape[0]):
             _refuse(
@@ -54,14 +57,14 @@ def _flatten(op: str, input: Tensor, linear_weight: Tensor, target: Tensor) -> t
             )
         if target.requires_grad and torch.is_grad_enabled():
             _refuse(op, "expected target probabilities that do not require grad; use target.detach()")
-        return input.reshape(-1, input.shape[-1]), target.reshape(-1, linear_weight.shape[0]), True
+        return input.reshape(rows, input.shape[-1]), target.reshape(rows, linear_weight.shape[0]), True
     if target.dtype != torch.int64 or target.shape != leading:
         _refuse(
             op,
             f"expected target of dtype torch.int64 and shape {tuple(leading)}, got {target.dtype} and "
             f"{tuple(target.shape)}",
         )
-    return input.reshape(-1, input.shape[-1]), target.reshape(-1), False
+    return input.reshape(rows, input.shape[-1]), target.reshape(rows), False
 
 
 def _is_efficient(rows: int, columns: int, input: Tensor, limit: int) -> bool:
@@ -69,7 +72,7 @@ def _is_efficient(rows: int, columns: int, input: Tensor, limit: int) -> bool:
     several tiles are float32, of the size of the weight."""
     element = 4 if input.element_size() == 4 else 8 if input.element_size() == 8 else 6
     fit = limit // max(1, columns * element)
-    if fit >= rows:
+    if not torch.compiler.is_compiling() and fit >= rows:  # a program is compiled for any number of rows
         return True
     sums = 0 if input.element_size() >= 4 else 4 * columns * input.shape[-1]
     return fit >= _LEAST_ROWS[input.device.type if input.device.type in _LEAST_ROWS else "cuda"] and sums <= limit
@@ -160,8 +163,8 @@ def linear_cross_entropy(
     if of_number and (method == "forward" or (method == "auto" and _is_efficient(rows.shape[0], classes, rows, limit))):
         loss: Tensor = ops.linear_loss(*logits, *terms.weighted(reduction), **options)
         return loss + terms.of_nothing(reduction)
-    lse, picked, dot, entropy = ops.logit_statistics(*logits, **options, entropy=return_entropy)
-    losses = terms.losses(lse, picked, dot, reduction)
+    lse, nll, dot, entropy, _ = ops.logit_statistics(*logits, **options, entropy=return_entropy)
+    losses = terms.losses(lse, nll, dot, reduction)
     loss = losses.view(input.shape[:-1]) if reduction == "none" else losses.sum() + terms.of_nothing(reduction)
     if not (return_lse or return_entropy):
         return loss
@@ -175,15 +178,15 @@ def _share(by: Tensor | None, total: Tensor) -> Tensor | None:
 
 
 class _Terms:
-    """The loss of a row, ``by_lse * lse + by_picked * picked + by_dot * dot + by_square * lse ** 2``, of which the
-    values with the names of outputs of `logit_statistics` are numbers of the row."""
+    """The loss of a row, ``by_lse * lse + by_nll * nll + by_dot * dot + by_square * lse ** 2``, of which `lse`, `nll`
+    and `dot` are outputs of `logit_statistics`."""
 
     def __init__(
         self,
         valid: Tensor | None,
         target: Tensor | None,
         coefficients: Tensor | None,
-        by: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+        by: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
         total: Tensor,
         count: Tensor,
     ) -> None:
@@ -201,14 +204,12 @@ class _Terms:
         """NaN if a mean is over no target, else 0."""
         return torch.where(self.total == 0, torch.nan, 0.0) if reduction == "mean" else 0.0
 
-    def losses(self, lse: Tensor, picked: Tensor, dot: Tensor, reduction: str) -> Tensor:
-        by_lse, by_picked, by_dot, by_square = self.weighted(reduction)
-        assert by_lse is not None
-        losses = by_lse * lse
-        if by_picked is not None:  # the difference first, which is exact where both are nearly equal
-            losses = by_picked * (picked - lse) + (by_lse + by_picked) * lse
-        if by_dot is not None:
-            losses = losses + by_dot * dot
+    def losses(self, lse: Tensor, nll: Tensor, dot: Tensor, reduction: str) -> Tensor:
+        by_lse, by_nll, by_dot, by_square = self.weighted(reduction)
+        losses = torch.zeros_like(lse)
+        for by, value in ((by_lse, lse), (by_nll, nll), (by_dot, dot)):
+            if by is not None:
+                losses = losses + by * value
         if by_square is not None:
             losses = losses + by_square * lse.square()
         return losses if self.valid is None else torch.where(self.valid, losses, 0.0)
@@ -235,11 +236,11 @@ def _terms(
             coefficients = coefficients.to(dtype) * (1.0 - label_smoothing) + spread
         if weight is not None:
             coefficients = coefficients.to(dtype) * weight
-        by_lse = coefficients.sum(1, dtype=dtype)
-        ones = torch.ones_like(by_lse)
+        of_row = coefficients.sum(1, dtype=dtype)
+        ones = torch.ones_like(of_row)
         square = z_loss * ones if z_loss else None
-        total = by_lse.new_full((), count)
-        return _Terms(None, None, coefficients, (by_lse, None, -ones, square), total, total)
+        total = of_row.new_full((), count)
+        return _Terms(None, None, coefficients, (of_row, None, -ones, square), total, total)
     valid = target != ignore_index
     mask = valid.to(dtype)
     if weight is None:
@@ -247,14 +248,14 @@ def _terms(
     else:
         own = weight.index_select(0, torch.where(valid, target, 0).clamp(0, max(0, classes - 1))) * mask
         of_classes = weight
-    by_lse = (1.0 - label_smoothing) * own
-    by_picked = -by_lse
+    by_nll = (1.0 - label_smoothing) * own
+    by_lse: Tensor | None = None
     by_dot: Tensor | None = None
     if label_smoothing:
-        by_lse = by_lse + spread * of_classes.sum() * mask
+        by_lse = spread * of_classes.sum() * mask
         by_dot = -spread * mask
     square = z_loss * mask if z_loss else None
-    by = (by_lse, by_picked, by_dot, square)
+    by = (by_lse, by_nll, by_dot, square)
     return _Terms(valid, target, of_classes if label_smoothing else None, by, own.sum(), mask.sum())
 
 
@@ -288,7 +289,7 @@ def linear_log_prob(
     if are_probabilities:
         _refuse(op, f"expected target of dtype torch.int64, got {target.dtype}")
     limit = MEMORY_LIMIT["cpu" if input.device.type == "cpu" else "cuda"] if memory_limit is None else memory_limit
-    lse, picked, _, entropy = ops.logit_statistics(
+    _, nll, _, entropy, _ = ops.logit_statistics(
         rows,
         linear_weight,
         linear_bias,
@@ -300,5 +301,5 @@ def linear_log_prob(
         memory_limit=limit,
         entropy=return_entropy,
     )
-    log_prob = torch.where(targets != ignore_index, picked - lse, 0.0).view(target.shape)
+    log_prob = -nll.view(target.shape)
     return (log_prob, entropy.view(target.shape)) if return_entropy else log_prob

@@ -125,9 +125,9 @@ logit_statistics(GRID_CONSTANT LogitStatisticsParams p) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         if (i >= count) continue;
-        const float prob = exp_below(z[i] - shift);
+        const float below = z[i] - shift, prob = exp_below(below);
         sums[0] += prob;
-        if (has_moment && prob > 0.0f) sums[1] += prob * z[i];
+        if (has_moment && prob > 0.0f) sums[1] += prob * below;
         if (p.statistics.dot != nullptr) sums[2] += coefficients[i] * z[i];
       }
     });
@@ -137,16 +137,15 @@ logit_statistics(GRID_CONSTANT LogitStatisticsParams p) {
   const float rescale = before == largest ? 1.0f : exp_below(before - largest);
   float* const sum = entry<float>(p.statistics.sum, row);
   *entry<float>(p.statistics.max, row) = largest;
-  *sum = *sum * rescale + sums[0];
   if (has_moment) {
     float* const moment = entry<float>(p.statistics.moment, row);
-    *moment = *moment * rescale + sums[1];
+    *moment = *sum == 0.0f ? sums[1] : (*moment + (before - largest) * *sum) * rescale + sums[1];
   }
+  *sum = *sum * rescale + sums[0];
   if (p.statistics.dot != nullptr) *entry<float>(p.statistics.dot, row) += sums[2];
   if (p.statistics.picked != nullptr) {
     const int64_t target = target_in(tile, row);
-    if (target >= 0 && target < tile.columns)
-      *entry<float>(p.statistics.picked, row) = logits[target];
+    if (target >= 0 && target < tile.columns) *entry<float>(p.statistics.picked, row) = logits[target];
   }
 }
 
@@ -160,8 +159,9 @@ logit_grad(GRID_CONSTANT LogitGradParams p, int column_tiles) {
   const int64_t row = arch::block_x() / column_tiles;
   const int64_t j = (int64_t(arch::block_x() % column_tiles) * threads + arch::thread_index()) * kVector;
   if (j >= tile.columns) return;
-  const float lse = value_at(p.lse, row), entropy = value_at(p.entropy, row), by_lse = value_at(p.by_lse, row),
-              by_entropy = value_at(p.by_entropy, row), by_dot = value_at(p.by_dot, row);
+  const float lse = value_at(p.lse, row), lse_low = value_at(p.lse_low, row), entropy = value_at(p.entropy, row),
+              by_lse = value_at(p.by_lse, row), by_entropy = value_at(p.by_entropy, row),
+              by_dot = value_at(p.by_dot, row);
   const int64_t target = p.by_picked == nullptr || tile.target[row] < 0 ? -1 : tile.target[row] - tile.first_column - j;
   const float softcap = float(tile.softcap), inverse = softcap > 0.0f ? 1.0f / softcap : 0.0f;
   float x[kVector];
@@ -171,12 +171,12 @@ logit_grad(GRID_CONSTANT LogitGradParams p, int column_tiles) {
 #pragma unroll
                       for (int i = 0; i < kVector; ++i) {
                         const float z = softcap > 0.0f && !p.capped ? softcap * arch::tanh(x[i] * inverse) : x[i];
-                        const float prob = exp_below(z - lse);
+                        const float log_prob = (z - lse) - lse_low, prob = exp_below(log_prob);
                         float grad = prob * by_lse + by_dot * coefficients[i];
-                        if (p.by_entropy != nullptr && prob > 0.0f) grad += prob * (by_entropy * (entropy - z));
+                        if (p.by_entropy != nullptr && prob > 0.0f) grad += prob * (by_entropy * (log_prob + entropy));
                         if (target == i) grad += value_at(p.by_picked, row);
-                        const float t = z * inverse;
-                        x[i] = grad * (1.0f - t * t) * float(p.scale);
+                        if (softcap > 0.0f) grad *= 1.0f - z * inverse * (z * inverse);
+                        x[i] = grad * float(p.scale);
                       }
                     });
   epilogue::with_storage(p.grad.dtype, [&](auto tag) {

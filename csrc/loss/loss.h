@@ -20,11 +20,12 @@ struct LogitTile {
 };
 
 // Arrays (rows,) of the accumulation type, which a tile updates: the maximum of the logits of all tiles so far, and
-// sums over them. Those after `sum` may be null.
+// sums over them. Those after `sum` may be null. Differences from the maximum are exact where logits are nearly equal,
+// however large they are.
 struct RowStatistics {
   void* max;     // starts at -inf
   void* sum;     // of exp(z - max), like the others starts at 0
-  void* moment;  // of exp(z - max) z
+  void* moment;  // of exp(z - max) (z - max)
   void* dot;     // of coefficients z
   void* picked;  // z at the target
 };
@@ -34,15 +35,16 @@ struct LogitStatisticsParams {
   RowStatistics statistics;
 };
 
-// grad = scale dz/dx (p (by_lse + by_entropy (entropy - z)) + by_dot coefficients + by_picked [column is the target])
-// with p = exp(z - lse): the gradient at input @ weight^T + bias. Arrays (rows,) of the accumulation type; those named
-// by_... are gradients of the statistics, and may be null.
+// grad = scale dz/dx (p (by_lse + by_entropy (log p + entropy)) + by_dot coefficients + by_picked [column is the target])
+// with log p = z - lse: the gradient at input @ weight^T + bias. The entropy's gradient enters with the other sign. Arrays
+// (rows,) of the accumulation type; those named by_... may be null.
 struct LogitGradParams {
   LogitTile tile;
   const void* logits;  // x, or z if `capped`
   bool capped = false;
   double scale = 1;
-  const void *lse, *entropy;  // entropy: null without by_entropy
+  const void *lse, *lse_low;  // their sum is the log-sum-exp: the second is what the first lost by rounding
+  const void* entropy;        // null without by_entropy
   const void *by_lse, *by_entropy, *by_dot, *by_picked;
   Output grad;  // (rows, columns)
 };

@@ -19,7 +19,7 @@
 namespace cuda_ext {
 namespace {
 
-using Statistics = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using Statistics = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -140,15 +140,27 @@ class Tiles {
   }
 
   // The gradient at input @ weight^T + bias, from the gradients of the statistics.
-  Tensor gradient(const Tensor& lse, const Tensor& entropy, const std::array<Tensor, 4>& by, bool capped) {
+  Tensor gradient(const Tensor& lse, const Tensor& lse_low, const Tensor& entropy, const RowGradients& by,
+                  bool capped) {
     const auto of = [&](const Tensor& t) -> const void* { return t.defined() ? of_rows(t).const_data_ptr() : nullptr; };
     const Tensor grad = buffer(grad_buffer_);
-    LogitGradParams params{describe(),  logits_buffer_.const_data_ptr(),
-                           capped,      logits_.options.scale,
-                           of(lse),     of(entropy),
-                           of(by[0]),   of(by[3]),
-                           of(by[2]),   of(by[1]),
-                           output(grad)};
+    // nll = lse - picked. The sign of the entropy's term is the kernel's.
+    const Tensor by_lse = !by.nll.defined() ? by.lse : by.lse.defined() ? by.lse + by.nll : by.nll;
+    const Tensor by_picked = by.nll.defined() ? -by.nll : Tensor();
+    const Tensor by_entropy = by.entropy.defined() ? -by.entropy : Tensor();
+    LogitGradParams params;
+    params.tile = describe();
+    params.logits = logits_buffer_.const_data_ptr();
+    params.capped = capped;
+    params.scale = logits_.options.scale;
+    params.lse = of(lse);
+    params.lse_low = of(lse_low);
+    params.entropy = by_entropy.defined() ? of(entropy) : nullptr;
+    params.by_lse = of(by_lse);
+    params.by_entropy = of(by_entropy);
+    params.by_dot = of(by.dot);
+    params.by_picked = of(by_picked);
+    params.grad = output(grad);
     run([&](const CudaKernels& kernels, void* stream) { kernels.logit_grad(params, stream); },
         [&] { launch_logit_grad(params); });
     return grad;
@@ -205,14 +217,24 @@ struct RunningStatistics {
                          logits.row_values(std::numeric_limits<double>::quiet_NaN()));
   }
   void add(Tiles& tiles) { tiles.update(max, sum, moment, dot, picked); }
+
+  // Differences from the maximum first: it may be large.
   Tensor lse() const { return max + sum.log(); }
-  Tensor entropy(const Tensor& lse) const { return moment.defined() ? lse - moment / sum : Tensor(); }
+  Tensor lse_low(const Tensor& lse) const {
+    return at::where(max.isfinite(), (max - lse) + sum.log(), at::zeros_like(max));
+  }
+  Tensor nll(const Tensor& target, int64_t ignore_index) const {
+    return at::where(target.eq(ignore_index), at::zeros_like(max), (max - picked) + sum.log());
+  }
+  Tensor entropy() const { return moment.defined() ? sum.log() - moment / sum : Tensor(); }
 };
 
-Statistics or_absent(const Logits& logits, const Tensor& lse, const Tensor& picked, const Tensor& dot,
-                     const Tensor& entropy) {
+// (lse, nll, dot, entropy, lse_low)
+Statistics results_of(const Logits& logits, const RunningStatistics& statistics) {
   const auto given = [&](const Tensor& t) { return t.defined() ? t : absent(logits.input, logits.type); };
-  return {lse, given(picked), given(dot), given(entropy)};
+  const Tensor lse = statistics.lse();
+  const Tensor nll = logits.target.defined() ? statistics.nll(logits.target, logits.options.ignore_index) : Tensor();
+  return {lse, given(nll), given(statistics.dot), given(statistics.entropy()), statistics.lse_low(lse)};
 }
 
 Statistics logit_statistics(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -222,7 +244,8 @@ Statistics logit_statistics(const Tensor& input, const Tensor& weight, const Opt
                       {scale, softcap, ignore_index, memory_limit});
   if (logits.composed()) {
     const auto all = composed_statistics(input, weight, bias, target, coefficients, logits.options, entropy);
-    return or_absent(logits, all[0], all[1], all[2], all[3]);
+    const auto given = [&](const Tensor& t) { return t.defined() ? t : absent(input, logits.type); };
+    return {all[0], given(all[1]), given(all[2]), given(all[3]), at::zeros_like(all[0])};
   }
   RunningStatistics statistics(logits, entropy);
   const TileSize size = tile_of_parts(logits);
@@ -232,8 +255,7 @@ Statistics logit_statistics(const Tensor& input, const Tensor& weight, const Opt
       tiles.form(row, column);
       statistics.add(tiles);
     }
-  const Tensor lse = statistics.lse();
-  return or_absent(logits, lse, statistics.picked, statistics.dot, statistics.entropy(lse));
+  return results_of(logits, statistics);
 }
 
 // The gradients of input, weight and bias, as tiles add to them. Sums of several tiles are in the accumulation type.
@@ -285,17 +307,18 @@ class GradientSums {
   Tensor input_, weight_, bias_, part_;
 };
 
-Gradients logit_statistics_backward(const OptionalTensor& grad_lse, const OptionalTensor& grad_picked,
+Gradients logit_statistics_backward(const OptionalTensor& grad_lse, const OptionalTensor& grad_nll,
                                     const OptionalTensor& grad_dot, const OptionalTensor& grad_entropy,
                                     const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                                     const OptionalTensor& target, const OptionalTensor& coefficients, const Tensor& lse,
-                                    const Tensor& entropy, double scale, double softcap, int64_t ignore_index,
-                                    int64_t memory_limit, std::array<bool, 3> output_mask) {
+                                    const Tensor& lse_low, const OptionalTensor& entropy, double scale, double softcap,
+                                    int64_t ignore_index, int64_t memory_limit, std::array<bool, 3> output_mask) {
   const Logits logits("linear_cross_entropy", input, weight, bias, target, coefficients,
                       {scale, softcap, ignore_index, memory_limit});
   const auto bias_type = is_given(bias) ? bias->scalar_type() : input.scalar_type();
   const auto values = [&](const OptionalTensor& t) { return is_given(t) ? t->to(logits.type).contiguous() : Tensor(); };
-  const std::array<Tensor, 4> by = {values(grad_lse), values(grad_picked), values(grad_dot), values(grad_entropy)};
+  RowGradients by{values(grad_lse), values(grad_nll), values(grad_dot), values(grad_entropy)};
+  if (by.nll.defined()) by.nll = at::where(logits.target.eq(ignore_index), at::zeros_like(by.nll), by.nll);
   if (logits.composed()) {
     const auto all = composed_gradients(by, input, weight, bias, target, coefficients, logits.options, output_mask);
     const auto given = [&](const Tensor& t) { return t.defined() ? t : absent(input, input.scalar_type()); };
@@ -307,7 +330,7 @@ Gradients logit_statistics_backward(const OptionalTensor& grad_lse, const Option
   for (int64_t column = 0; column < logits.columns; column += size.columns)
     for (int64_t row = 0; row < logits.rows; row += size.rows) {
       tiles.form(row, column);
-      const Tensor grad = tiles.gradient(lse, by[3].defined() ? entropy : Tensor(), by, false);
+      const Tensor grad = tiles.gradient(lse, lse_low, value_or_empty(entropy), by, false);
       sums.add(tiles, grad, row == 0, row + size.rows >= logits.rows, column == 0);
     }
   return sums.results(bias_type);
@@ -316,29 +339,28 @@ Gradients logit_statistics_backward(const OptionalTensor& grad_lse, const Option
 std::tuple<Tensor, Tensor, Tensor, Tensor> composed_loss(const Logits& logits, const Tensor& input,
                                                          const Tensor& weight, const OptionalTensor& bias,
                                                          const OptionalTensor& target,
-                                                         const OptionalTensor& coefficients, const Tensor& by_lse,
-                                                         const OptionalTensor& by_picked, const OptionalTensor& by_dot,
-                                                         const OptionalTensor& by_square,
+                                                         const OptionalTensor& coefficients,
+                                                         const OptionalTensor& by_lse, const OptionalTensor& by_nll,
+                                                         const OptionalTensor& by_dot, const OptionalTensor& by_square,
                                                          const std::array<bool, 3>& output_mask) {
   const auto all = composed_statistics(input, weight, bias, target, coefficients, logits.options, false);
-  const Tensor total = is_given(by_square) ? by_lse + 2 * *by_square * all[0] : by_lse;
-  const auto gradients = composed_gradients({total, value_or_empty(by_picked), value_or_empty(by_dot), Tensor()}, input,
-                                            weight, bias, target, coefficients, logits.options, output_mask);
+  const RowGradients by = gradients_of_loss(all[0], by_lse, by_nll, by_dot, by_square);
+  const auto gradients = composed_gradients(by, input, weight, bias, target, coefficients, logits.options, output_mask);
   const auto given = [&](const Tensor& t) { return t.defined() ? t : absent(input, input.scalar_type()); };
-  return {weighted_sum(all[0], all[1], all[2], by_lse, by_picked, by_dot, by_square), given(gradients[0]),
+  return {weighted_sum(all[0], all[1], all[2], by_lse, by_nll, by_dot, by_square), given(gradients[0]),
           given(gradients[1]), given(gradients[2])};
 }
 
-// sum(by_lse lse + by_picked picked + by_dot dot + by_square lse^2) and its gradients.
+// sum(by_lse lse + by_nll nll + by_dot dot + by_square lse^2) and its gradients.
 std::tuple<Tensor, Tensor, Tensor, Tensor> linear_loss_forward(
     const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& target,
-    const OptionalTensor& coefficients, const Tensor& by_lse, const OptionalTensor& by_picked,
+    const OptionalTensor& coefficients, const OptionalTensor& by_lse, const OptionalTensor& by_nll,
     const OptionalTensor& by_dot, const OptionalTensor& by_square, double scale, double softcap, int64_t ignore_index,
     int64_t memory_limit, std::array<bool, 3> output_mask) {
   const Logits logits("linear_cross_entropy", input, weight, bias, target, coefficients,
                       {scale, softcap, ignore_index, memory_limit});
   if (logits.composed())
-    return composed_loss(logits, input, weight, bias, target, coefficients, by_lse, by_picked, by_dot, by_square,
+    return composed_loss(logits, input, weight, bias, target, coefficients, by_lse, by_nll, by_dot, by_square,
                          output_mask);
   const TileSize size = tile_of_rows(logits);
   Tiles tiles(logits, size, true);
@@ -348,25 +370,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_loss_forward(
     tiles.form(row, 0);
     statistics.add(tiles);
     const Tensor lse = statistics.lse();  // of all rows; those of other tiles are not read
-    const Tensor total = is_given(by_square) ? by_lse + 2 * *by_square * lse : by_lse;
-    const Tensor grad =
-        tiles.gradient(lse, Tensor(), {total, value_or_empty(by_picked), value_or_empty(by_dot), Tensor()}, true);
+    const Tensor grad = tiles.gradient(lse, statistics.lse_low(lse), Tensor(),
+                                       gradients_of_loss(lse, by_lse, by_nll, by_dot, by_square), true);
     sums.add(tiles, grad, row == 0, true, true);
   }
   const auto [grad_input, grad_weight, grad_bias] =
       sums.results(is_given(bias) ? bias->scalar_type() : input.scalar_type());
-  return {weighted_sum(statistics.lse(), statistics.picked, statistics.dot, by_lse, by_picked, by_dot, by_square),
-          grad_input, grad_weight, grad_bias};
+  const auto [lse, nll, dot, entropy, lse_low] = results_of(logits, statistics);
+  return {weighted_sum(lse, nll, dot, by_lse, by_nll, by_dot, by_square), grad_input, grad_weight, grad_bias};
 }
 
 // The public forms below autograd: without gradients.
 Tensor linear_loss(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& target,
-                   const OptionalTensor& coefficients, const Tensor& by_lse, const OptionalTensor& by_picked,
+                   const OptionalTensor& coefficients, const OptionalTensor& by_lse, const OptionalTensor& by_nll,
                    const OptionalTensor& by_dot, const OptionalTensor& by_square, double scale, double softcap,
                    int64_t ignore_index, int64_t memory_limit) {
-  const auto [lse, picked, dot, entropy] =
+  const auto [lse, nll, dot, entropy, lse_low] =
       logit_statistics(input, weight, bias, target, coefficients, scale, softcap, ignore_index, memory_limit, false);
-  return weighted_sum(lse, picked, dot, by_lse, by_picked, by_dot, by_square);
+  return weighted_sum(lse, nll, dot, by_lse, by_nll, by_dot, by_square);
 }
 
 void save_options(AutogradContext* ctx, const LossOptions& options) {
@@ -392,7 +413,7 @@ struct LogitStatisticsBackward : torch::autograd::Function<LogitStatisticsBackwa
 
   static variable_list backward(AutogradContext* ctx, variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    const Tensor &input = saved[0], &weight = saved[1], &lse = saved[5], &entropy = saved[6];
+    const Tensor &input = saved[0], &weight = saved[1], &lse = saved[5], &lse_low = saved[6], &entropy = saved[7];
     const OptionalTensor bias = optional(saved[2]), target = optional(saved[3]), coefficients = optional(saved[4]);
     const LossOptions o = saved_options(ctx);
     const auto wanted = wanted_gradients(ctx);
@@ -404,16 +425,16 @@ struct LogitStatisticsBackward : torch::autograd::Function<LogitStatisticsBackwa
     if (!any) return variable_list(3);
     // Gradients of outputs that were not requested are those of empty tensors.
     const auto given = [&](size_t i, bool exists) { return exists ? grads[i] : Tensor(); };
-    const std::array<Tensor, 4> by = {grads[0], given(1, target.has_value()), given(2, coefficients.has_value()),
-                                      given(3, saved_option<bool>(ctx, "entropy"))};
+    const RowGradients by{grads[0], given(1, target.has_value()), given(2, coefficients.has_value()),
+                          given(3, saved_option<bool>(ctx, "entropy"))};
     if (composed) {
       auto result = composed_gradients(by, input, weight, bias, target, coefficients, o, wanted);
       return {result[0], result[1], result[2]};
     }
     static const auto op = find_op<decltype(logit_statistics_backward)>(CUDA_EXT_OP("logit_statistics_backward"));
-    auto [grad_input, grad_weight, grad_bias] =
-        op.call(optional(by[0]), optional(by[1]), optional(by[2]), optional(by[3]), input, weight, bias, target,
-                coefficients, lse, entropy, o.scale, o.softcap, o.ignore_index, o.memory_limit, wanted);
+    auto [grad_input, grad_weight, grad_bias] = op.call(
+        optional(by.lse), optional(by.nll), optional(by.dot), optional(by.entropy), input, weight, bias, target,
+        coefficients, lse, lse_low, optional(entropy), o.scale, o.softcap, o.ignore_index, o.memory_limit, wanted);
     return {wanted[0] ? grad_input : Tensor(), wanted[1] ? grad_weight : Tensor(), wanted[2] ? grad_bias : Tensor()};
   }
 };
@@ -439,14 +460,16 @@ struct LinearLossBackward : torch::autograd::Function<LinearLossBackward> {
  private:
   static variable_list composed(const AutogradContext* ctx, const variable_list& saved, const Tensor& grad,
                                 const std::array<bool, 3>& wanted) {
-    const Tensor &input = saved[0], &weight = saved[1], &by_lse = saved[5], &by_square = saved[8];
-    const OptionalTensor bias = optional(saved[2]), target = optional(saved[3]), coefficients = optional(saved[4]);
+    const Tensor &input = saved[0], &weight = saved[1];
+    const OptionalTensor bias = optional(saved[2]), target = optional(saved[3]), coefficients = optional(saved[4]),
+                         by_square = optional(saved[8]);
     const LossOptions o = saved_options(ctx);
-    Tensor total = by_lse;
-    if (by_square.defined())
-      total = total + 2 * by_square * composed_statistics(input, weight, bias, target, coefficients, o, false)[0];
-    const auto times = [&](const Tensor& by) { return by.defined() ? by * grad : by; };
-    auto result = composed_gradients({times(total), times(saved[6]), times(saved[7]), Tensor()}, input, weight, bias,
+    const Tensor lse =
+        by_square.has_value() ? composed_statistics(input, weight, bias, target, coefficients, o, false)[0] : Tensor();
+    const RowGradients by =
+        gradients_of_loss(lse, optional(saved[5]), optional(saved[6]), optional(saved[7]), by_square);
+    const auto times = [&](const Tensor& t) { return t.defined() ? t * grad : t; };
+    auto result = composed_gradients({times(by.lse), times(by.nll), times(by.dot), Tensor()}, input, weight, bias,
                                      target, coefficients, o, wanted);
     return {result[0], result[1], result[2]};
   }
@@ -464,26 +487,27 @@ Statistics logit_statistics_autograd(const Tensor& input, const Tensor& weight, 
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return op.call(input, weight, bias, target, coefficients, scale, softcap, ignore_index, memory_limit, entropy);
   }();
-  auto& [lse, picked, dot, own_entropy] = result;
+  auto& [lse, nll, dot, own_entropy, lse_low] = result;
   if (wanted.reverse) {
     const auto node = make_node<LogitStatisticsBackward>(input, weight, bias);
     save_options(&node->ctx_, options);
     save_option(&node->ctx_, "entropy", entropy);
-    for (const Tensor& output : {lse, picked, dot, own_entropy}) torch::autograd::set_history(output, node);
+    for (const Tensor& output : {lse, nll, dot, own_entropy}) torch::autograd::set_history(output, node);
     save_variables(node, {input, weight, value_or_empty(bias), value_or_empty(target), value_or_empty(coefficients),
-                          wanted.composed ? Tensor() : lse, wanted.composed ? Tensor() : own_entropy});
+                          wanted.composed ? Tensor() : lse, wanted.composed ? Tensor() : lse_low,
+                          wanted.composed || !entropy ? Tensor() : own_entropy});
   }
   if (wanted.forward) {
     const auto all = composed_statistics(input, weight, bias, target, coefficients, options, entropy);
     size_t i = 0;
-    for (const Tensor& output : {lse, picked, dot, own_entropy}) set_tangent(output, tangent_of(all[i++]));
+    for (const Tensor& output : {lse, nll, dot, own_entropy}) set_tangent(output, tangent_of(all[i++]));
   }
   return result;
 }
 
 Tensor linear_loss_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                            const OptionalTensor& target, const OptionalTensor& coefficients, const Tensor& by_lse,
-                            const OptionalTensor& by_picked, const OptionalTensor& by_dot,
+                            const OptionalTensor& target, const OptionalTensor& coefficients,
+                            const OptionalTensor& by_lse, const OptionalTensor& by_nll, const OptionalTensor& by_dot,
                             const OptionalTensor& by_square, double scale, double softcap, int64_t ignore_index,
                             int64_t memory_limit) {
   static const auto op = find_op<decltype(linear_loss)>(CUDA_EXT_OP("linear_loss"));
@@ -495,10 +519,10 @@ Tensor linear_loss_autograd(const Tensor& input, const Tensor& weight, const Opt
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     if (wanted.reverse && !wanted.composed)
       std::tie(loss, gradients[0], gradients[1], gradients[2]) = forward_op.call(
-          input, weight, bias, target, coefficients, by_lse, by_picked, by_dot, by_square, scale, softcap, ignore_index,
+          input, weight, bias, target, coefficients, by_lse, by_nll, by_dot, by_square, scale, softcap, ignore_index,
           memory_limit, {input.requires_grad(), weight.requires_grad(), is_given(bias) && bias->requires_grad()});
     else
-      loss = op.call(input, weight, bias, target, coefficients, by_lse, by_picked, by_dot, by_square, scale, softcap,
+      loss = op.call(input, weight, bias, target, coefficients, by_lse, by_nll, by_dot, by_square, scale, softcap,
                      ignore_index, memory_limit);
   }
   if (wanted.reverse) {
@@ -506,14 +530,14 @@ Tensor linear_loss_autograd(const Tensor& input, const Tensor& weight, const Opt
     save_options(&node->ctx_, options);
     save_option(&node->ctx_, "composed", wanted.composed);
     attach_node(node,
-                {input, weight, value_or_empty(bias), value_or_empty(target), value_or_empty(coefficients), by_lse,
-                 value_or_empty(by_picked), value_or_empty(by_dot), value_or_empty(by_square), gradients[0],
-                 gradients[1], gradients[2]},
+                {input, weight, value_or_empty(bias), value_or_empty(target), value_or_empty(coefficients),
+                 value_or_empty(by_lse), value_or_empty(by_nll), value_or_empty(by_dot), value_or_empty(by_square),
+                 gradients[0], gradients[1], gradients[2]},
                 loss);
   }
   if (wanted.forward) {
     const auto all = composed_statistics(input, weight, bias, target, coefficients, options, false);
-    set_tangent(loss, tangent_of(weighted_sum(all[0], all[1], all[2], by_lse, by_picked, by_dot, by_square)));
+    set_tangent(loss, tangent_of(weighted_sum(all[0], all[1], all[2], by_lse, by_nll, by_dot, by_square)));
   }
   return loss;
 }
@@ -530,14 +554,14 @@ Statistics logit_statistics_autocast(const Tensor& input, const Tensor& weight, 
 
 template <c10::DeviceType device>
 Tensor linear_loss_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                            const OptionalTensor& target, const OptionalTensor& coefficients, const Tensor& by_lse,
-                            const OptionalTensor& by_picked, const OptionalTensor& by_dot,
+                            const OptionalTensor& target, const OptionalTensor& coefficients,
+                            const OptionalTensor& by_lse, const OptionalTensor& by_nll, const OptionalTensor& by_dot,
                             const OptionalTensor& by_square, double scale, double softcap, int64_t ignore_index,
                             int64_t memory_limit) {
   static const auto op = find_op<decltype(linear_loss)>(CUDA_EXT_OP("linear_loss"));
   const Autocast cast(device);
-  return op.call(cast(input), cast(weight), cast(bias), target, coefficients, by_lse, by_picked, by_dot, by_square,
-                 scale, softcap, ignore_index, memory_limit);
+  return op.call(cast(input), cast(weight), cast(bias), target, coefficients, by_lse, by_nll, by_dot, by_square, scale,
+                 softcap, ignore_index, memory_limit);
 }
 
 void register_kernels(torch::Library& m) {
@@ -551,18 +575,18 @@ void register_kernels(torch::Library& m) {
 
 #define LOGITS "Tensor input, Tensor weight, Tensor? bias, Tensor? target, Tensor? coefficients"
 #define LOGIT_OPTIONS "float scale, float softcap, int ignore_index, int memory_limit"
-#define LOSS_WEIGHTS "Tensor by_lse, Tensor? by_picked, Tensor? by_dot, Tensor? by_square"
+#define LOSS_WEIGHTS "Tensor? by_lse, Tensor? by_nll, Tensor? by_dot, Tensor? by_square"
 #define THREE_GRADIENTS "Tensor grad_input, Tensor grad_weight, Tensor grad_bias"
 
 TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout};
   m.def("logit_statistics(" LOGITS ", *, " LOGIT_OPTIONS
-        ", bool entropy) -> (Tensor lse, Tensor picked, Tensor dot, Tensor entropy)",
+        ", bool entropy) -> (Tensor lse, Tensor nll, Tensor dot, Tensor entropy, Tensor lse_low)",
         tags);
-  m.def(
-      "logit_statistics_backward(Tensor? grad_lse, Tensor? grad_picked, Tensor? grad_dot, Tensor? grad_entropy, " LOGITS
-      ", Tensor lse, Tensor entropy, *, " LOGIT_OPTIONS ", bool[3] output_mask) -> (" THREE_GRADIENTS ")",
-      tags);
+  m.def("logit_statistics_backward(Tensor? grad_lse, Tensor? grad_nll, Tensor? grad_dot, Tensor? grad_entropy, " LOGITS
+        ", Tensor lse, Tensor lse_low, Tensor? entropy, *, " LOGIT_OPTIONS ", bool[3] output_mask) -> (" THREE_GRADIENTS
+        ")",
+        tags);
   m.def("linear_loss(" LOGITS ", " LOSS_WEIGHTS ", *, " LOGIT_OPTIONS ") -> Tensor", tags);
   m.def("linear_loss_forward(" LOGITS ", " LOSS_WEIGHTS ", *, " LOGIT_OPTIONS
         ", bool[3] output_mask) -> (Tensor loss, " THREE_GRADIENTS ")",

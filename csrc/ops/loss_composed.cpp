@@ -36,32 +36,41 @@ std::array<Tensor, 4> composed_statistics(const Tensor& input, const Tensor& wei
   result[0] = at::logsumexp(z, {1});
   if (is_given(target)) {
     const auto [valid, columns] = valid_targets(*target, options);
-    const Tensor picked = z.gather(1, columns).squeeze(1);
-    result[1] = at::where(valid, picked, at::zeros_like(picked));
+    const Tensor nll = result[0] - z.gather(1, columns).squeeze(1);
+    result[1] = at::where(valid, nll, at::zeros_like(nll));
   }
   if (is_given(coefficients)) result[2] = (z * coefficients->to(z.scalar_type())).sum(1);
   if (entropy) result[3] = result[0] - (at::exp(z - result[0].unsqueeze(1)) * z).sum(1);
   return result;
 }
 
-std::array<Tensor, 3> composed_gradients(const std::array<Tensor, 4>& by, const Tensor& input, const Tensor& weight,
+RowGradients gradients_of_loss(const Tensor& lse, const OptionalTensor& by_lse, const OptionalTensor& by_nll,
+                               const OptionalTensor& by_dot, const OptionalTensor& by_square) {
+  RowGradients by{value_or_empty(by_lse), value_or_empty(by_nll), value_or_empty(by_dot), Tensor()};
+  if (!is_given(by_square)) return by;
+  const Tensor of_square = 2 * *by_square * lse;
+  by.lse = by.lse.defined() ? by.lse + of_square : of_square;
+  return by;
+}
+
+std::array<Tensor, 3> composed_gradients(const RowGradients& by, const Tensor& input, const Tensor& weight,
                                          const OptionalTensor& bias, const OptionalTensor& target,
                                          const OptionalTensor& coefficients, const LossOptions& options,
                                          const std::array<bool, 3>& wanted) {
-  const auto& [by_lse, by_picked, by_dot, by_entropy] = by;
   const Tensor z = all_logits(input, weight, bias, options);
   const Tensor prob = at::exp(z - at::logsumexp(z, {1}, /*keepdim=*/true));
   Tensor grad = at::zeros_like(z);
-  if (by_lse.defined()) grad = grad + prob * by_lse.unsqueeze(1);
-  if (by_entropy.defined()) {
+  if (by.lse.defined()) grad = grad + prob * by.lse.unsqueeze(1);
+  if (by.entropy.defined()) {
     // The gradient of the entropy H is p (sum p z - z).
     const Tensor mean = (prob * z).sum(1, /*keepdim=*/true);
-    grad = grad + prob * (mean - z) * by_entropy.unsqueeze(1);
+    grad = grad + prob * (mean - z) * by.entropy.unsqueeze(1);
   }
-  if (by_dot.defined()) grad = grad + by_dot.unsqueeze(1) * coefficients->to(z.scalar_type());
-  if (by_picked.defined()) {
+  if (by.dot.defined()) grad = grad + by.dot.unsqueeze(1) * coefficients->to(z.scalar_type());
+  if (by.nll.defined()) {
     const auto [valid, columns] = valid_targets(*target, options);
-    grad = at::scatter_add(grad, 1, columns, at::where(valid, by_picked, at::zeros_like(by_picked)).unsqueeze(1));
+    const Tensor own = at::where(valid, by.nll, at::zeros_like(by.nll)).unsqueeze(1);
+    grad = at::scatter_add(grad + prob * own, 1, columns, -own);
   }
   if (options.softcap > 0) grad = grad * (1 - (z / options.softcap).square());
   grad = grad * options.scale;
@@ -73,16 +82,16 @@ std::array<Tensor, 3> composed_gradients(const std::array<Tensor, 4>& by, const 
   return result;
 }
 
-Tensor weighted_sum(const Tensor& lse, const Tensor& picked, const Tensor& dot, const Tensor& by_lse,
-                    const OptionalTensor& by_picked, const OptionalTensor& by_dot, const OptionalTensor& by_square) {
-  const auto term = [](const Tensor& by, const Tensor& value) {
-    return at::where(by.eq(0), at::zeros_like(by), by * value);
+Tensor weighted_sum(const Tensor& lse, const Tensor& nll, const Tensor& dot, const OptionalTensor& by_lse,
+                    const OptionalTensor& by_nll, const OptionalTensor& by_dot, const OptionalTensor& by_square) {
+  Tensor terms = at::zeros_like(lse);
+  const auto add = [&](const OptionalTensor& by, const Tensor& value) {
+    if (is_given(by)) terms = terms + at::where(by->eq(0), at::zeros_like(*by), *by * value);
   };
-  // The difference to lse first, which is exact where both are nearly equal.
-  Tensor terms =
-      is_given(by_picked) ? term(*by_picked, picked - lse) + term(by_lse + *by_picked, lse) : term(by_lse, lse);
-  if (is_given(by_dot)) terms = terms + term(*by_dot, dot);
-  if (is_given(by_square)) terms = terms + term(*by_square, lse.square());
+  add(by_lse, lse);
+  add(by_nll, nll);
+  add(by_dot, dot);
+  if (is_given(by_square)) add(by_square, lse.square());
   return terms.sum();
 }
 

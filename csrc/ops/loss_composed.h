@@ -13,20 +13,28 @@ struct LossOptions {
   int64_t memory_limit;  // bytes for tiles of logits
 };
 
-// Of each row: lse; z at the target; sum of coefficients z; entropy of softmax(z). Undefined where there is no target,
-// are no coefficients, or no entropy is wanted. An ignored target gives 0.
+// Of each row: lse; nll = lse - z at the target, 0 if that is ignored; dot = sum of coefficients z; entropy of softmax(z).
+// Undefined where there is no target, are no coefficients, or no entropy is wanted.
 std::array<Tensor, 4> composed_statistics(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                                           const OptionalTensor& target, const OptionalTensor& coefficients,
                                           const LossOptions& options, bool entropy);
 
-// The gradients of input, weight and bias that are wanted, from those of the statistics, some of which are undefined.
-std::array<Tensor, 3> composed_gradients(const std::array<Tensor, 4>& by, const Tensor& input, const Tensor& weight,
+// The gradients of a loss at the statistics of each row, some of which may be undefined.
+struct RowGradients {
+  Tensor lse, nll, dot, entropy;
+};
+// Those of weighted_sum.
+RowGradients gradients_of_loss(const Tensor& lse, const OptionalTensor& by_lse, const OptionalTensor& by_nll,
+                               const OptionalTensor& by_dot, const OptionalTensor& by_square);
+
+// The gradients of input, weight and bias that are wanted.
+std::array<Tensor, 3> composed_gradients(const RowGradients& by, const Tensor& input, const Tensor& weight,
                                          const OptionalTensor& bias, const OptionalTensor& target,
                                          const OptionalTensor& coefficients, const LossOptions& options,
                                          const std::array<bool, 3>& wanted);
 
-// sum(by_lse lse + by_picked picked + by_dot dot + by_square lse^2); a weight of 0 removes its term, even if infinite.
-Tensor weighted_sum(const Tensor& lse, const Tensor& picked, const Tensor& dot, const Tensor& by_lse,
-                    const OptionalTensor& by_picked, const OptionalTensor& by_dot, const OptionalTensor& by_square);
+// sum(by_lse lse + by_nll nll + by_dot dot + by_square lse^2); a weight of 0 removes its term, even if infinite.
+Tensor weighted_sum(const Tensor& lse, const Tensor& nll, const Tensor& dot, const OptionalTensor& by_lse,
+                    const OptionalTensor& by_nll, const OptionalTensor& by_dot, const OptionalTensor& by_square);
 
 }  // namespace cuda_ext

@@ -82,7 +82,7 @@ def _linear_loss_forward_flops(
 @register_flop_formula(ops.logit_statistics_backward)
 def _logit_statistics_backward_flops(
     grad_lse: Any,
-    grad_picked: Any,
+    grad_nll: Any,
     grad_dot: Any,
     grad_entropy: Any,
     input: Sequence[int],

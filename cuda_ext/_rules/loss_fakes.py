@@ -42,11 +42,11 @@ def _(
     *,
     entropy: bool,
     **options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dtype = _check(input, weight, bias, target)
-    present = (True, target is not None, coefficients is not None, entropy)
+    present = (True, target is not None, coefficients is not None, entropy, True)
     made = [input.new_empty((input.shape[0],) if wanted else (0,), dtype=dtype) for wanted in present]
-    return made[0], made[1], made[2], made[3]
+    return made[0], made[1], made[2], made[3], made[4]
 
 
 def _gradients(input: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,7 +61,7 @@ def _gradients(input: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[
 @torch.library.register_fake(f"{NAMESPACE}::logit_statistics_backward")
 def _(
     grad_lse: Tensor | None,
-    grad_picked: Tensor | None,
+    grad_nll: Tensor | None,
     grad_dot: Tensor | None,
     grad_entropy: Tensor | None,
     input: Tensor,
@@ -70,7 +70,8 @@ def _(
     target: Tensor | None,
     coefficients: Tensor | None,
     lse: Tensor,
-    entropy: Tensor,
+    lse_low: Tensor,
+    entropy: Tensor | None,
     *,
     output_mask: list[bool],
     **options: Any,

@@ -40,9 +40,9 @@ def _(info: Any, in_dims: InDims, *tensors: Tensor | None, **options: Any) -> tu
         if coefficients is not None and coefficients.dim() == 2:
             own = rows(coefficients, None)
         out = ops.logit_statistics(rows(input, in_dims[0]), weight, bias, rows(target, in_dims[3]), own, **options)
-        return tuple(value.view(batch, -1) if value.numel() else value.new_empty(batch, 0) for value in out), (0,) * 4
+        return tuple(value.view(batch, -1) if value.numel() else value.new_empty(batch, 0) for value in out), (0,) * 5
     results = _one_by_one(ops.logit_statistics, info, in_dims, tensors, options)
-    return tuple(torch.stack(values) for values in zip(*results, strict=True)), (0,) * 4
+    return tuple(torch.stack(values) for values in zip(*results, strict=True)), (0,) * 5
 
 
 @torch.library.register_vmap(f"{NAMESPACE}::linear_loss")
