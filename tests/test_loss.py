@@ -150,7 +150,7 @@ def test_only_wanted_gradients_are_formed(method: str, wanted: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["recompute", "forward"])
-@pytest.mark.parametrize(("rows", "classes"), [(600, 64), pytest.param(4096, 8192, marks=pytest.mark.sampled)])
+@pytest.mark.parametrize(("rows", "classes"), [(600, 64), pytest.param(2100, 8200, marks=pytest.mark.sampled)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_chunks_of_rows_are_summed_in_float32(
     dtype: torch.dtype, rows: int, classes: int, method: str, backend: str
