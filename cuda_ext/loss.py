@@ -21,9 +21,19 @@ import torch
 from torch import Tensor
 
 import cuda_ext._rules  # noqa: F401
-from cuda_ext._checks import check_constants
+from cuda_ext._checks import (
+    check,
+    check_constants,
+    check_floating,
+    check_same_device,
+    check_shape,
+    dtype_name,
+    has_shape,
+    is_finite,
+    number_text,
+    shape_of,
+)
 from cuda_ext._load import ops
-from cuda_ext._toolchain import NAMESPACE
 
 __all__ = ["linear_cross_entropy", "linear_log_prob"]
 
@@ -34,37 +44,59 @@ _METHODS = ("auto", "forward", "recompute")
 _LEAST_ROWS = {"cpu": 64, "cuda": 1024}
 
 
-def _refuse(op: str, what: str) -> None:
-    raise RuntimeError(f"{NAMESPACE}::{op}: {what}")
-
-
-def _flatten(op: str, input: Tensor, linear_weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """input (M, K), target (M,) or (M, V), and whether targets are probabilities."""
-    if linear_weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != linear_weight.shape[1]:
-        _refuse(
-            op,
-            f"expected input of shape (..., K) and linear_weight of shape (V, K), got {tuple(input.shape)} and "
-            f"{tuple(linear_weight.shape)}",
-        )
-    leading = input.shape[:-1]
-    rows = math.prod(leading)  # not numel(), which a size that is a symbol does not have
+def _check_tensors(op: str, input: Tensor, optional: dict[str, Tensor | None], **required: Tensor) -> None:
+    """Shapes, devices and layouts. The ops check dtypes, after autocast."""
+    for name, tensor in {"input": input, **required}.items():
+        check(isinstance(tensor, Tensor), op, f"expected {name} to be a tensor, got {tensor!r}")
+    given = {**required, **{name: tensor for name, tensor in optional.items() if tensor is not None}}
+    for tensor in (input, *given.values()):
+        message = f"expected dense tensors of layout torch.strided, got {tensor.layout}; convert it with .to_dense()"
+        check(tensor.layout == torch.strided, op, message)
+    check_same_device(op, "input", input, **given)
+    check_floating(op, "input", input)
+    check(input.dim() >= 1, op, "expected input of shape (..., K), got a 0-dim tensor")
+    weight, target = required["linear_weight"], required["target"]
+    fits = weight.dim() == 2 and weight.shape[1] == input.shape[-1]
+    check(fits, op, f"expected linear_weight of shape (V, {input.shape[-1]}), got {shape_of(weight)}")
+    leading, classes = tuple(input.shape[:-1]), weight.shape[0]
+    for name in ("linear_bias", "weight"):
+        if (vector := optional.get(name)) is not None:
+            check_shape(op, name, vector, (classes,))
+            check_floating(op, name, vector)
     if target.is_floating_point():
-        if target.shape != (*leading, linear_weight.shape[0]):
-            _refuse(
-                op,
-                f"expected target probabilities of shape {(*leading, linear_weight.shape[0])}, got "
-                f"{tuple(target.shape)}",
-            )
-        if target.requires_grad and torch.is_grad_enabled():
-            _refuse(op, "expected target probabilities that do not require grad; use target.detach()")
-        return input.reshape(rows, input.shape[-1]), target.reshape(rows, linear_weight.shape[0]), True
-    if target.dtype != torch.int64 or target.shape != leading:
-        _refuse(
-            op,
-            f"expected target of dtype torch.int64 and shape {tuple(leading)}, got {target.dtype} and "
-            f"{tuple(target.shape)}",
+        what = "target probabilities"
+        check(
+            has_shape(target, (*leading, classes)), op, f"expected {what} {(*leading, classes)}, got {shape_of(target)}"
         )
-    return input.reshape(rows, input.shape[-1]), target.reshape(rows), False
+        has_gradient = target.requires_grad and torch.is_grad_enabled()
+        check(not has_gradient, op, f"expected {what} without a gradient, got requires_grad=True; use target.detach()")
+    else:
+        is_index = target.dtype == torch.int64 and has_shape(target, leading)
+        got = f"{dtype_name(target.dtype)} and {shape_of(target)}"
+        check(is_index, op, f"expected target of dtype int64 and shape {leading}, got {got}")
+
+
+def _check_numbers(op: str, **numbers: float) -> None:
+    check_constants(op, **numbers)
+    for name, number in numbers.items():
+        check(is_finite(number), op, f"expected {name} to be finite, got {number_text(number)}")
+    softcap = numbers["softcap"]
+    check(softcap >= 0, op, f"expected softcap to be 0 (none) or more, got {number_text(softcap)}")
+
+
+def _check_options(op: str, reduction: str, method: str, label_smoothing: float, of_number: bool) -> None:
+    smooths = f"expected label_smoothing in [0, 1], got {number_text(label_smoothing)}"
+    check(0.0 <= label_smoothing <= 1.0, op, smooths)
+    check(reduction in ("mean", "sum", "none"), op, f"expected reduction 'mean', 'sum' or 'none', got {reduction!r}")
+    check(method in _METHODS, op, f"expected method 'auto', 'forward' or 'recompute', got {method!r}")
+    refusal = "expected method 'auto' or 'recompute' for reduction 'none' and returned values, got 'forward'"
+    check(method != "forward" or of_number, op, refusal)
+
+
+def _flatten(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """input (M, K), target (M,) or, probabilities, (M, V)."""
+    rows = math.prod(input.shape[:-1])  # not numel(), which sizes that are symbols do not have
+    return input.reshape(rows, input.shape[-1]), target.reshape(rows, *target.shape[input.dim() - 1 :])
 
 
 def _is_efficient(rows: int, columns: int, input: Tensor, limit: int) -> bool:
@@ -124,29 +156,19 @@ def linear_cross_entropy(
         ``(loss, lse, entropy)`` of it and the others. The mean over no target is NaN.
 
     Raises:
-        RuntimeError: wrong shapes, dtypes or devices. IndexError: a target that is no class, on a CPU; on a GPU it
-        makes the loss NaN. ValueError: options.
+        RuntimeError: wrong shapes, dtypes, devices or options. IndexError: a target that is no class, on a CPU; on a
+        GPU it makes the loss NaN.
     """
     op = "linear_cross_entropy"
-    check_constants(op, softcap=softcap, scale=scale, z_loss=z_loss, label_smoothing=label_smoothing)
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"{NAMESPACE}::{op}: expected reduction 'mean', 'sum' or 'none', got {reduction!r}")
-    if method not in _METHODS:
-        raise ValueError(f"{NAMESPACE}::{op}: expected method 'auto', 'forward' or 'recompute', got {method!r}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"{NAMESPACE}::{op}: expected label_smoothing in [0, 1], got {label_smoothing}")
-    if softcap < 0:
-        raise ValueError(f"{NAMESPACE}::{op}: expected softcap of 0 (none) or more, got {softcap}")
-    rows, targets, are_probabilities = _flatten(op, input, linear_weight, target)
-    classes = linear_weight.shape[0]
-    if weight is not None and (weight.shape != (classes,) or not weight.is_floating_point()):
-        _refuse(op, f"expected weight of shape {(classes,)} and a floating dtype, got {tuple(weight.shape)}")
     of_number = reduction != "none" and not return_lse and not return_entropy
-    if method == "forward" and not of_number:
-        raise ValueError(
-            f"{NAMESPACE}::{op}: expected method 'auto' or 'recompute' for reduction 'none' and returned values: "
-            "gradients are formed in forward only of a loss that is a number"
-        )
+    if not torch.compiler.is_compiling():
+        _check_numbers(op, softcap=softcap, scale=scale, z_loss=z_loss, label_smoothing=label_smoothing)
+        _check_options(op, reduction, method, label_smoothing, of_number)
+        optional = {"linear_bias": linear_bias, "weight": weight}
+        _check_tensors(op, input, optional, linear_weight=linear_weight, target=target)
+    rows, targets = _flatten(input, target)
+    are_probabilities = target.is_floating_point()
+    classes = linear_weight.shape[0]
     terms = _terms(
         rows,
         targets if not are_probabilities else None,
@@ -283,11 +305,12 @@ def linear_log_prob(
 
     Raises: as `linear_cross_entropy`.
     """
-    op = "linear_log_prob"
-    check_constants(op, softcap=softcap, scale=scale)
-    rows, targets, are_probabilities = _flatten(op, input, linear_weight, target)
-    if are_probabilities:
-        _refuse(op, f"expected target of dtype torch.int64, got {target.dtype}")
+    if not torch.compiler.is_compiling():
+        op = "linear_log_prob"
+        _check_numbers(op, softcap=softcap, scale=scale)
+        _check_tensors(op, input, {"linear_bias": linear_bias}, linear_weight=linear_weight, target=target)
+        check(not target.is_floating_point(), op, f"expected target of dtype int64, got {dtype_name(target.dtype)}")
+    rows, targets = _flatten(input, target)
     limit = MEMORY_LIMIT["cpu" if input.device.type == "cpu" else "cuda"] if memory_limit is None else memory_limit
     _, nll, _, entropy, _ = ops.logit_statistics(
         rows,

@@ -24,6 +24,7 @@ def _check(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | 
         f"{shape_of(weight)}",
     )
     if bias is not None:
+        check_same_dtype(_OP, "linear_bias", bias, "input", input)
         check(
             bias.dim() == 1 and bias.shape[0] == weight.shape[0],
             _OP,
