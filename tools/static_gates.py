@@ -146,6 +146,8 @@ RULES = (
     Rule("copy_lines_sm90<Words<2>", (r"LDG\.E\.64", r"STG\.E\.64"), shared_bytes=0),
     Rule("copy_lines_sm90<unsigned", ("LDG", "STG"), shared_bytes=0),
     Rule("transpose_tile_sm90", ("LDG", "STS", "LDS", "STG")),
+    Rule("logit_statistics", (r"LDG\.E(\.\w+)*\.128", r"STG\.E\.128")),
+    Rule("logit_grad", (r"LDG\.E(\.\w+)*\.128", r"STG\.E\.128", r"STG\.E\.64"), shared_bytes=0),
 )
 
 # Opcodes that characterize a kernel, in the order of its record.
