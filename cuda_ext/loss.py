@@ -37,11 +37,11 @@ from cuda_ext._load import ops
 
 __all__ = ["linear_cross_entropy", "linear_log_prob"]
 
-MEMORY_LIMIT = {"cpu": 48 * 2**20, "cuda": 2**30}  # bytes of a tile
+MEMORY_LIMIT = {"cpu": 32 * 2**20, "cuda": 2**30}  # bytes of a tile
 _METHODS = ("auto", "forward", "recompute")
 # Complete rows of a tile below which reading and writing the weight's gradient once per tile takes longer than a fourth
 # product.
-_LEAST_ROWS = {"cpu": 64, "cuda": 1024}
+_LEAST_ROWS = {"cpu": 128, "cuda": 1024}
 
 
 def _check_tensors(op: str, input: Tensor, optional: dict[str, Tensor | None], **required: Tensor) -> None:
@@ -149,7 +149,7 @@ def linear_cross_entropy(
         return_lse, return_entropy: also return these values of each row, float32 ``(...)``, with gradients: the
             logarithm of the sum of exponentials of z, and the entropy of softmax(z) in natural units.
         method: how backward gets its gradients: ``"auto"``, ``"forward"`` or ``"recompute"``; see the module.
-        memory_limit: bytes for a tile of logits and its gradient; default 48 MiB on a CPU, 1 GiB on a GPU.
+        memory_limit: bytes for a tile of logits and its gradient; default 32 MiB on a CPU, 1 GiB on a GPU.
 
     Returns:
         The loss, float32 (float64 for float64): a number, or ``(...)`` for ``"none"``; if asked for, a tuple

@@ -632,6 +632,17 @@ def test_backward_twice(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["recompute", "forward"])
+def test_gradients_of_one_graph_accumulate(method: str) -> None:
+    """`grad` must not share memory with what the graph keeps for the next pass."""
+    tensors = operands((6,), 9, 5)
+    loss = cuda_ext.linear_cross_entropy(**tensors, method=method)
+    (once,) = torch.autograd.grad(loss, tensors["linear_weight"], retain_graph=True)
+    for passes in (1, 2, 3):
+        loss.backward(retain_graph=passes < 3)
+        torch.testing.assert_close(tensors["linear_weight"].grad, passes * once)
+
+
+@pytest.mark.parametrize("method", ["recompute", "forward"])
 def test_gradients_accumulate_and_scale(method: str) -> None:
     tensors = operands((6,), 9, 5)
     (once,) = torch.autograd.grad(cuda_ext.linear_cross_entropy(**tensors, method=method), tensors["linear_weight"])

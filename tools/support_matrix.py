@@ -134,6 +134,14 @@ def product(name: str, dtype: torch.dtype) -> Case:
     return Case(op, reference, input=x, weight1=make(64 if name == "gated_mlp" else 32, 16), weight2=make(16, 32))
 
 
+def loss(dtype: torch.dtype) -> Case:
+    make = partial(randn, dtype=dtype)
+    op, reference = cuda_ext.linear_cross_entropy, testing.reference_linear_cross_entropy
+    target = torch.randint(0, 40, (24,))
+    tensors = {"input": make(24, 16), "linear_weight": make(40, 16), "linear_bias": make(40), "target": target}
+    return Case(op, reference, **tensors, softcap=5.0, z_loss=0.1)
+
+
 def attention(dtype: torch.dtype, packed: bool, heads: int = 4, dim: int = 32, **options: Any) -> Case:
     """Two sequences, of 24 and 16 queries if packed; `options` override the tensors by name."""
     make = partial(randn, dtype=dtype)
@@ -201,6 +209,7 @@ def table_of_dtypes() -> str:
         name: lambda dtype, name=name: product(name, dtype).works  # type: ignore[misc]
         for name in PRODUCTS
     }
+    ops["linear_cross_entropy"] = lambda dtype: loss(dtype).works
     ops["flash_attention"] = lambda dtype: attention(dtype, packed=False).works
     ops["flash_attention_varlen"] = lambda dtype: attention(dtype, packed=True).works
     ops["bucket.pack, unpack"] = bucket
@@ -257,6 +266,7 @@ def transforms(case: Case) -> dict[str, Callable[[], object]]:
 
 def table_of_transforms() -> str:
     cases = {f"`{name}`": product(name, torch.float64) for name in PRODUCTS}
+    cases["`linear_cross_entropy`"] = loss(torch.float64)
     cases["`flash_attention`"] = attention(torch.float64, packed=False, heads=2, dim=8)
     cases["`flash_attention_varlen`"] = attention(torch.float64, packed=True, heads=2, dim=8)
 

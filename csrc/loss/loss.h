@@ -35,9 +35,9 @@ struct LogitStatisticsParams {
   RowStatistics statistics;
 };
 
-// grad = scale dz/dx (p (by_lse + by_entropy (log p + entropy)) + by_dot coefficients + by_picked [column is the target])
-// with log p = z - lse: the gradient at input @ weight^T + bias. The entropy's gradient enters with the other sign. Arrays
-// (rows,) of the accumulation type; those named by_... may be null.
+// grad = scale dz/dx (p (by_lse + by_entropy (log p + entropy)) + by_dot coefficients + by_picked [column is target])
+// with log p = z - lse: the gradient at input @ weight^T + bias. The entropy's gradient enters with the other sign.
+// Arrays (rows,) of the accumulation type; those named by_... may be null.
 struct LogitGradParams {
   LogitTile tile;
   const void* logits;  // x, or z if `capped`

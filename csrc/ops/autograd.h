@@ -63,6 +63,7 @@ inline bool needs_composed_backward(const Tensor& grad) {
 
 // A node that can release its saved tensors while its backward function still runs.
 struct ReleasingNode {
+  virtual bool is_last_pass(const AutogradContext* ctx) const = 0;  // nothing needs what is saved any more
   virtual void release_saved(const AutogradContext* ctx) = 0;
 
  protected:
@@ -88,8 +89,10 @@ struct OpNode final : torch::autograd::CppNode<T>, ReleasingNode {
     return torch::autograd::CppNode<T>::apply(std::move(inputs));
   }
 
+  bool is_last_pass(const AutogradContext* ctx) const override { return releases_ && ctx == &this->ctx_; }
+
   void release_saved(const AutogradContext* ctx) override {
-    if (!releases_ || ctx != &this->ctx_) return;
+    if (!is_last_pass(ctx)) return;
     // Not `release_variables`, which would lock the mutex that `apply` holds.
     this->ctx_.save_for_backward({});
     this->save_variables_to_ctx();
@@ -105,6 +108,13 @@ struct OpNode final : torch::autograd::CppNode<T>, ReleasingNode {
 inline void release_saved(const AutogradContext* ctx) {
   const auto node = torch::autograd::get_current_node();
   if (auto* const releasing = dynamic_cast<ReleasingNode*>(node.get())) releasing->release_saved(ctx);
+}
+
+// Called in backward: whether gradients may share memory with saved tensors.
+inline bool is_last_pass(const AutogradContext* ctx) {
+  const auto node = torch::autograd::get_current_node();
+  const auto* const releasing = dynamic_cast<const ReleasingNode*>(node.get());
+  return releasing != nullptr && releasing->is_last_pass(ctx);
 }
 
 // A new node, in the pointer type of this torch: shared_ptr before 2.14, intrusive_ptr since.

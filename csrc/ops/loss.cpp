@@ -89,7 +89,10 @@ int64_t bytes_of_element(const Logits& logits) {
 
 TileSize tile_of_parts(const Logits& logits) {
   const int64_t rows = std::max<int64_t>(1, std::min(logits.rows, kTileRows));
-  const int64_t fit = logits.options.memory_limit / (rows * bytes_of_element(logits)) / kColumnUnit * kColumnUnit;
+  // Sums of a part of a 16-bit weight's gradient are float32.
+  const bool has_sums = logits.type != logits.input.scalar_type();
+  const int64_t column_bytes = rows * bytes_of_element(logits) + (has_sums ? 4 * logits.input.size(1) : 0);
+  const int64_t fit = logits.options.memory_limit / column_bytes / kColumnUnit * kColumnUnit;
   return {rows, std::clamp(fit, kColumnUnit, std::max(kColumnUnit, logits.columns))};
 }
 TileSize tile_of_rows(const Logits& logits) {
@@ -448,8 +451,8 @@ struct LinearLossBackward : torch::autograd::Function<LinearLossBackward> {
     const auto wanted = wanted_gradients(ctx);
     const Tensor& grad = grads[0];
     if (saved_option<bool>(ctx, "composed") || needs_composed_backward(grad)) return composed(ctx, saved, grad, wanted);
-    // One step of training: the factor is 1, and known to be where that costs nothing.
-    const bool is_one = grad.is_cpu() && !grad.unsafeGetTensorImpl()->is_python_dispatch() &&
+    // In training the factor is 1, which costs nothing to know on a CPU.
+    const bool is_one = is_last_pass(ctx) && grad.is_cpu() && !grad.unsafeGetTensorImpl()->is_python_dispatch() &&
                         kernels_on(grad.device()) == Kernels::kCpu && grad.item<double>() == 1.0;
     variable_list result(3);
     for (size_t i = 0; i < 3; ++i)

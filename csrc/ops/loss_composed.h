@@ -13,8 +13,8 @@ struct LossOptions {
   int64_t memory_limit;  // bytes for tiles of logits
 };
 
-// Of each row: lse; nll = lse - z at the target, 0 if that is ignored; dot = sum of coefficients z; entropy of softmax(z).
-// Undefined where there is no target, are no coefficients, or no entropy is wanted.
+// Of each row: lse; nll = lse - z at the target, 0 if that is ignored; dot = sum of coefficients z; entropy of
+// softmax(z). Undefined where there is no target, are no coefficients, or no entropy is wanted.
 std::array<Tensor, 4> composed_statistics(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                                           const OptionalTensor& target, const OptionalTensor& coefficients,
                                           const LossOptions& options, bool entropy);
