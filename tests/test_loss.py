@@ -658,3 +658,17 @@ def test_writing_over_an_operand_is_noticed() -> None:
         tensors["linear_weight"].add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.cpu_only("GPUs have no slow numbers")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_gradients_too_small_to_multiply_are_zero(dtype: torch.dtype) -> None:
+    """Subnormal numbers make a CPU a hundred times slower: in float32, gradients below 2^-100 are 0."""
+    bias = torch.tensor([0.0, -60.0, -75.0], dtype=dtype, requires_grad=True)
+    x, weight = torch.zeros(1, 1, dtype=dtype), torch.zeros(3, 1, dtype=dtype)
+    loss = cuda_ext.linear_cross_entropy(x, weight, torch.tensor([0]), linear_bias=bias, method="recompute")
+    (gradient,) = torch.autograd.grad(loss, bias)
+    expected = bias.detach().exp()
+    if dtype == torch.float32:
+        expected[2] = 0.0
+    torch.testing.assert_close(gradient[1:], expected[1:], rtol=1e-5, atol=0)
