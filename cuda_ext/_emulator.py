@@ -10,11 +10,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import math
 import os
+import re
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -82,11 +85,31 @@ def compiler() -> str:
 
 
 def compile_source(source: Path, flags: Sequence[str]) -> Path:
-    """Compiles a source as C++ to an object in FOLDER."""
+    """Compiles a source as C++ to an object in FOLDER, unless it and what it includes are as they were."""
     target = FOLDER / f"{source.stem}-{_digest([str(source), *flags])[:8]}.o"
-    command = [compiler(), *flags, f"-I{CSRC}", "-x", "c++", "-c", str(source), "-o"]
-    make(target, command, [source.read_text(), *headers(source.parent)])
+    listing = target.with_suffix(".d")
+    command = [compiler(), *flags, f"-I{CSRC}", "-MMD", "-MF", str(listing), "-x", "c++", "-c", str(source), "-o"]
+    before = [*command, *_included(listing, source)]
+    if not is_made(target, before):
+        started = time.time()
+        run_compiler(target, command, lambda: [*command, *_included(listing, source, changed_after=started)])
     return target
+
+
+def _included(listing: Path, source: Path, changed_after: float = math.inf) -> list[str]:
+    """The names and contents of `source` and of the headers that it included, which the compiler has listed for make;
+    none if there is no list. Of a file that was changed while the compiler may have read it, not the contents."""
+    if not listing.exists():
+        return []
+    names = [re.sub(r"\\(.)", r"\1", name) for name in re.findall(r"(?:[^\s\\]|\\[^\n])+", listing.read_text())[1:]]
+    # In another checkout, to which a build is copied, they are where they were in the one that made it.
+    own = str(source.relative_to(_build.SOURCE_ROOT)) if source.is_relative_to(_build.SOURCE_ROOT) else ""
+    root = names[0].removesuffix(own) if own and names[0].endswith(own) else None
+    if root is not None:
+        names = [str(_build.SOURCE_ROOT / name.removeprefix(root)) if name.startswith(root) else name for name in names]
+    paths = [Path(name) for name in names]
+    known = [path.exists() and path.stat().st_mtime < changed_after for path in paths]
+    return [f"{path}\0{path.read_text() if is_known else None}" for path, is_known in zip(paths, known)]
 
 
 def headers(folder: Path) -> list[str]:
@@ -100,7 +123,7 @@ def make(target: Path, command: Sequence[str], inputs: Sequence[str]) -> None:
     same command."""
     key = [*command, *inputs]
     if not is_made(target, key):
-        run_compiler(target, command, key)
+        run_compiler(target, command, lambda: key)
 
 
 def _key_file(target: Path) -> Path:
@@ -121,8 +144,8 @@ def is_made(target: Path, key: Sequence[str]) -> bool:
     return target.exists() and key_file.exists() and key_file.read_text() == _digest(key)
 
 
-def run_compiler(target: Path, command: Sequence[str], key: Sequence[str]) -> None:
-    """Runs `command` with the output file as its last argument, and stores `key` for `is_made`."""
+def run_compiler(target: Path, command: Sequence[str], key: Callable[[], Sequence[str]]) -> None:
+    """Runs `command` with the output file as its last argument, and stores what `key` then returns for `is_made`."""
     key_file = _key_file(target)
     key_file.unlink(missing_ok=True)
     # Written to a new file: a process may have loaded the old library.
@@ -139,7 +162,7 @@ def run_compiler(target: Path, command: Sequence[str], key: Sequence[str]) -> No
     if done.stdout:
         print(done.stdout, file=sys.stderr)
     scratch.replace(target)
-    key_file.write_text(_digest(key))
+    key_file.write_text(_digest(key()))
 
 
 @functools.cache

@@ -4,8 +4,8 @@ Logits ``z = softcap * tanh(scale * (input @ linear_weight.T + linear_bias) / so
 reduced and dropped: there is never a tensor (M, V). Everything after the product is float32 (float64 for float64), also
 for float16 and bfloat16 operands, and so are the results.
 
-Backward has two methods. ``"recompute"`` keeps one number per row and forms the tiles again: four products, and little
-memory. ``"forward"`` forms the gradients during forward, while the logits of a row are complete: three products, but
+Backward has two methods. ``"recompute"`` keeps the log-sum-exp of each row and forms the tiles again: four products,
+and little memory. ``"forward"`` forms the gradients during forward, while the logits of a row are complete: three products, but
 only for a loss that is a number, and the gradients are there from then on. It is the method of PyTorch's and Liger's
 chunked losses. ``"auto"`` takes it if enough complete rows fit into ``memory_limit`` that the products are efficient.
 
@@ -39,9 +39,6 @@ __all__ = ["linear_cross_entropy", "linear_log_prob"]
 
 MEMORY_LIMIT = {"cpu": 32 * 2**20, "cuda": 2**30}  # bytes of a tile
 _METHODS = ("auto", "forward", "recompute")
-# Complete rows of a tile below which reading and writing the weight's gradient once per tile takes longer than a fourth
-# product.
-_LEAST_ROWS = {"cpu": 128, "cuda": 1024}
 
 
 def _check_tensors(op: str, input: Tensor, optional: dict[str, Tensor | None], **required: Tensor) -> None:
@@ -99,17 +96,6 @@ def _flatten(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return input.reshape(rows, input.shape[-1]), target.reshape(rows, *target.shape[input.dim() - 1 :])
 
 
-def _is_efficient(rows: int, columns: int, input: Tensor, limit: int) -> bool:
-    """Whether complete rows of logits are better than parts of rows: see `_LEAST_ROWS`. Sums of 16-bit gradients over
-    several tiles are float32, of the size of the weight."""
-    element = 4 if input.element_size() == 4 else 8 if input.element_size() == 8 else 6
-    fit = limit // max(1, columns * element)
-    if not torch.compiler.is_compiling() and fit >= rows:  # a program is compiled for any number of rows
-        return True
-    sums = 0 if input.element_size() >= 4 else 4 * columns * input.shape[-1]
-    return fit >= _LEAST_ROWS[input.device.type if input.device.type in _LEAST_ROWS else "cuda"] and sums <= limit
-
-
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -149,7 +135,9 @@ def linear_cross_entropy(
         return_lse, return_entropy: also return these values of each row, float32 ``(...)``, with gradients: the
             logarithm of the sum of exponentials of z, and the entropy of softmax(z) in natural units.
         method: how backward gets its gradients: ``"auto"``, ``"forward"`` or ``"recompute"``; see the module.
-        memory_limit: bytes for a tile of logits and its gradient; default 32 MiB on a CPU, 1 GiB on a GPU.
+        memory_limit: bytes for logits and their gradients, and for float32 sums of the weight's gradient; default
+            32 MiB on a CPU, 1 GiB on a GPU. Beside them, "recompute" has float32 sums of a 16-bit ``input``'s gradient
+            if a tile does not have all classes, and one tile has at least 128 rows or all of them, or is one row.
 
     Returns:
         The loss, float32 (float64 for float64): a number, or ``(...)`` for ``"none"``; if asked for, a tuple
@@ -167,23 +155,12 @@ def linear_cross_entropy(
         optional = {"linear_bias": linear_bias, "weight": weight}
         _check_tensors(op, input, optional, linear_weight=linear_weight, target=target)
     rows, targets = _flatten(input, target)
-    are_probabilities = target.is_floating_point()
-    classes = linear_weight.shape[0]
-    terms = _terms(
-        rows,
-        targets if not are_probabilities else None,
-        targets if are_probabilities else None,
-        classes,
-        weight,
-        ignore_index,
-        label_smoothing,
-        z_loss,
-    )
+    terms = _terms(rows, targets, linear_weight.shape[0], weight, ignore_index, label_smoothing, z_loss)
     limit = MEMORY_LIMIT["cpu" if input.device.type == "cpu" else "cuda"] if memory_limit is None else memory_limit
     options = {"scale": scale, "softcap": softcap, "ignore_index": ignore_index, "memory_limit": limit}
     logits = (rows, linear_weight, linear_bias, terms.target, terms.coefficients)
-    if of_number and (method == "forward" or (method == "auto" and _is_efficient(rows.shape[0], classes, rows, limit))):
-        loss: Tensor = ops.linear_loss(*logits, *terms.weighted(reduction), **options)
+    if of_number:
+        loss: Tensor = ops.linear_loss(*logits, *terms.weighted(reduction), **options, method=method)
         return loss + terms.of_nothing(reduction)
     lse, nll, dot, entropy, _ = ops.logit_statistics(*logits, **options, entropy=return_entropy)
     losses = terms.losses(lse, nll, dot, reduction)
@@ -239,8 +216,7 @@ class _Terms:
 
 def _terms(
     rows: Tensor,
-    target: Tensor | None,
-    probabilities: Tensor | None,
+    target: Tensor,
     classes: int,
     weight: Tensor | None,
     ignore_index: int,
@@ -251,9 +227,8 @@ def _terms(
     weight = None if weight is None else weight.detach().to(dtype)
     spread = label_smoothing / classes if classes else 0.0
     count = rows.shape[0]
-    if target is None:
-        assert probabilities is not None
-        coefficients = probabilities.detach()
+    if target.is_floating_point():
+        coefficients = target.detach()
         if label_smoothing:
             coefficients = coefficients.to(dtype) * (1.0 - label_smoothing) + spread
         if weight is not None:

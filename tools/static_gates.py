@@ -146,6 +146,10 @@ RULES = (
     Rule("copy_lines_sm90<Words<2>", (r"LDG\.E\.64", r"STG\.E\.64"), shared_bytes=0),
     Rule("copy_lines_sm90<unsigned", ("LDG", "STG"), shared_bytes=0),
     Rule("transpose_tile_sm90", ("LDG", "STS", "LDS", "STG")),
+    # The main loops of products.
+    Rule("logits_sm80", ("HMMA", "LDSM", "LDGSTS", r"MUFU\.EX2", "STG"), lead=8, pause=112, burst=10),
+    replace(WGMMA, name="logits_sm90", contains=(*WGMMA.contains[:3], r"MUFU\.EX2")),
+    Rule("total_statistics", ("LDG", "STG", r"MUFU\.EX2")),
     Rule("logit_statistics", (r"LDG\.E(\.\w+)*\.128", r"STG\.E\.128")),
     Rule("logit_grad", (r"LDG\.E(\.\w+)*\.128", r"STG\.E\.128", r"STG\.E\.64"), shared_bytes=0),
 )

@@ -389,25 +389,33 @@ DEVICE bool add_splits(const GemmPlan& plan, uint32_t& arrived, typename Gemm::A
   return true;
 }
 
-// Grid: (tiles, splits).
-template <class Gemm>
-GLOBAL(Gemm::kThreads, Gemm::kMinBlocks)
-gemm_sm80(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan) {
-  SHARED_STORAGE(typename Gemm::Storage, shared);
-  const auto tile_at = [&](int block) {
-    return find_tile(plan, block, Gemm::kBlockM, has_gate_up(params) ? Gemm::kBlockN / 2 : Gemm::kBlockN);
-  };
-  epilogue::TilePosition position = tile_at(arch::block_x());
-  typename Gemm::Accumulators sums = {};
+// sums = the products of this block's k tiles, of the tile at `position`.
+template <class Gemm, class FindPosition>
+DEVICE void multiply_block(const GemmParams& params, const GemmPlan& plan, epilogue::TilePosition& position,
+                           const FindPosition& find_position, typename Gemm::Storage& shared,
+                           typename Gemm::Accumulators& sums) {
   if constexpr (Gemm::kArithmetic == Arithmetic::kThreeTf32) {
     if (!plan.in_float32) multiply_tiles<Gemm>(params, plan, position, shared, sums);
-    position = tile_at(arch::opaque_block_x());  // recomputed, because the products leave no registers to keep it
+    position = find_position(arch::opaque_block_x());  // again, because the products leave no registers to keep it
     // An infinity or NaN may be the method's, not the product's.
     if (plan.in_float32 || (arch::has_sm80_mma() && !Gemm::are_finite(sums)))
       multiply_in_float32<Gemm>(params, plan, position, sums);
   } else {
     multiply_tiles<Gemm>(params, plan, position, shared, sums);
   }
+}
+
+// Grid: (tiles, splits).
+template <class Gemm>
+GLOBAL(Gemm::kThreads, Gemm::kMinBlocks)
+gemm_sm80(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan) {
+  SHARED_STORAGE(typename Gemm::Storage, shared);
+  const auto find_position = [&](int block) {
+    return find_tile(plan, block, Gemm::kBlockM, has_gate_up(params) ? Gemm::kBlockN / 2 : Gemm::kBlockN);
+  };
+  epilogue::TilePosition position = find_position(arch::block_x());
+  typename Gemm::Accumulators sums = {};
+  multiply_block<Gemm>(params, plan, position, find_position, shared, sums);
   // The last block of a tile to arrive has the sums of all; the others are done.
   if (plan.splits > 1 && !add_splits<Gemm>(plan, shared.arrived, sums)) return;
 

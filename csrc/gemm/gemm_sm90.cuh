@@ -346,10 +346,10 @@ DEVICE bool add_splits(const GemmPlan& plan, const WorkItem& work, uint32_t& arr
   return true;
 }
 
-// A consumer: multiplies its part of the work items and stores it.
-template <class Gemm>
-DEVICE void consume(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps,
-                    typename Gemm::Storage& shared) {
+// A consumer: multiplies its part of the work items, and calls store(position, sums) for each.
+template <class Gemm, class Store>
+DEVICE void consume(const GemmParams& params, const GemmPlan& plan, typename Gemm::Storage& shared,
+                    const Store& store) {
   Ring<Gemm::kStages> ring;
   int turn = 0;
   for (int item = arch::block_x() / plan.cluster_blocks(); item < plan.items; item += plan.clusters, turn ^= 1) {
@@ -379,31 +379,34 @@ DEVICE void consume(const GemmParams& params, const GemmPlan& plan, const Tensor
     else if (plan.splits > 1)
       has_total = add_splits<Gemm>(plan, work, shared.arrived[ConsumerThreads::consumer()], sums);
     if (!has_total) continue;
-    const epilogue::TilePosition tile = position_of<Gemm>(params, work);
-    if constexpr (!Gemm::kTmaOnly)
-      if (!plan.tma_store) {
-        store_rows<Gemm>(params, plan, tile, shared, sums);
-        continue;
-      }
-    if constexpr (!Gemm::kSwapped) {
-      using T = typename Gemm::Element;
-      if (has_gate_up(params)) {
-        if constexpr (!Gemm::kTmaOnly) store_by_tma<Gemm, T, true>(params, plan, maps, tile, shared, sums);
-      } else if (sizeof(T) == 4 || params.out.dtype == Dtype::kFloat32) {
-        store_by_tma<Gemm, float, false>(params, plan, maps, tile, shared, sums);
-      } else {
-        store_by_tma<Gemm, T, false>(params, plan, maps, tile, shared, sums);
-      }
-    }
+    store(position_of<Gemm>(params, work), sums);
   }
   if (plan.tma_store && arch::lane_index() == 0) arch::bulk_wait_read<0>();
 }
 
-// Grid: (plan.clusters * plan.cluster_blocks(),).
+// The epilogue of a product.
 template <class Gemm>
-GLOBAL(Gemm::kThreads, 1)
-gemm_sm90(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan, GRID_CONSTANT TensorMaps maps) {
-  SHARED_STORAGE(typename Gemm::Storage, shared);
+DEVICE void store_output(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps,
+                         const epilogue::TilePosition& tile, typename Gemm::Storage& shared,
+                         const typename Gemm::Accumulators& sums) {
+  if constexpr (!Gemm::kTmaOnly)
+    if (!plan.tma_store) return store_rows<Gemm>(params, plan, tile, shared, sums);
+  if constexpr (!Gemm::kSwapped) {
+    using T = typename Gemm::Element;
+    if (has_gate_up(params)) {
+      if constexpr (!Gemm::kTmaOnly) store_by_tma<Gemm, T, true>(params, plan, maps, tile, shared, sums);
+    } else if (sizeof(T) == 4 || params.out.dtype == Dtype::kFloat32) {
+      store_by_tma<Gemm, float, false>(params, plan, maps, tile, shared, sums);
+    } else {
+      store_by_tma<Gemm, T, false>(params, plan, maps, tile, shared, sums);
+    }
+  }
+}
+
+// All that a block does; its consumers call store(position, sums) for each of their tiles.
+template <class Gemm, class Store>
+DEVICE void run_block(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps,
+                      typename Gemm::Storage& shared, const Store& store) {
   if (arch::thread_index() < Gemm::kStages) {
     const int stage = arch::thread_index();
     arch::barrier_init(shared.full[stage], 1);
@@ -432,13 +435,24 @@ gemm_sm90(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan, GRID_CON
     }
   } else {
     arch::increase_registers<Gemm::kConsumerRegisters>();
-    consume<Gemm>(params, plan, maps, shared);
+    consume<Gemm>(params, plan, shared, store);
   }
   // Other blocks may still write to this block's shared memory and arrive at its barriers.
   if (plan.cluster_blocks() > 1) {
     arch::cluster_arrive();
     arch::cluster_wait();
   }
+}
+
+// Grid: (plan.clusters * plan.cluster_blocks(),).
+template <class Gemm>
+GLOBAL(Gemm::kThreads, 1)
+gemm_sm90(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan, GRID_CONSTANT TensorMaps maps) {
+  SHARED_STORAGE(typename Gemm::Storage, shared);
+  run_block<Gemm>(params, plan, maps, shared,
+                  [&](const epilogue::TilePosition& tile, const typename Gemm::Accumulators& sums) {
+                    store_output<Gemm>(params, plan, maps, tile, shared, sums);
+                  });
 }
 
 }  // namespace cuda_ext::sm90

@@ -25,6 +25,9 @@ struct CudaKernels {
   void (*activation_grad)(const ActivationGradParams&, const AllocateWorkspace&, void* stream);
   void (*logit_statistics)(const LogitStatisticsParams&, void* stream);
   void (*logit_grad)(const LogitGradParams&, void* stream);
+  bool (*product_statistics)(const GemmParams&, const LogitStatisticsParams&, const AllocateWorkspace&, void* stream,
+                             Float32Product);
+  bool (*product_grad)(const GemmParams&, const LogitGradParams&, void* stream, Float32Product);
   AttentionPlan (*plan_attention)(const AttentionBackwardParams&, bool backward, const rt::Device&,
                                   std::string& refusal);
   rt::Device (*attention_device)();
@@ -47,6 +50,8 @@ inline CudaKernels linked_cuda_kernels() {
       .activation_grad = launch_activation_grad_cuda,
       .logit_statistics = launch_logit_statistics_cuda,
       .logit_grad = launch_logit_grad_cuda,
+      .product_statistics = launch_product_statistics_cuda,
+      .product_grad = launch_product_grad_cuda,
       .plan_attention = plan_attention_cuda,
       .attention_device = attention_cuda_device,
       .attention_forward = launch_attention_forward_cuda,

@@ -49,6 +49,19 @@ struct LogitGradParams {
   Output grad;  // (rows, columns)
 };
 
+// On GPUs, epilogues of products do the same without x in memory (logits.cuh). Statistics of `count` parts of each row,
+// (count, rows), and their total, which is added to `statistics`.
+struct LogitParts {
+  int64_t count = 0;
+  float *max = nullptr, *sum = nullptr;
+  float *moment = nullptr, *dot = nullptr;  // null as in the statistics
+};
+struct LogitTotalParams {
+  int64_t rows;
+  LogitParts parts;
+  RowStatistics statistics;
+};
+
 CUDA_EXT_CPU_LAUNCHER(launch_logit_statistics, LogitStatisticsParams)
 CUDA_EXT_CPU_LAUNCHER(launch_logit_grad, LogitGradParams)
 

@@ -59,8 +59,7 @@ def _gradients(input: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[
     )
 
 
-@torch.library.register_fake(f"{NAMESPACE}::logit_statistics_backward")
-def _(
+def _statistics_backward(
     grad_lse: Tensor | None,
     grad_nll: Tensor | None,
     grad_dot: Tensor | None,
@@ -68,16 +67,16 @@ def _(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    target: Tensor | None,
-    coefficients: Tensor | None,
-    lse: Tensor,
-    lse_low: Tensor,
-    entropy: Tensor | None,
-    *,
+    *saved: Tensor | None,
     output_mask: list[bool],
+    weight_slot: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients(input, weight, bias, output_mask)
+    return _gradients(input, weight, bias, [output_mask[0], output_mask[1] and weight_slot is None, output_mask[2]])
+
+
+torch.library.register_fake(f"{NAMESPACE}::logit_statistics_backward", _statistics_backward)
+torch.library.register_fake(f"{NAMESPACE}::logit_statistics_backward.slot", _statistics_backward)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::linear_loss")

@@ -91,7 +91,7 @@ def compile_for(arch: str, folder: Path) -> Path:
         *("-cudart", "none", "-Xlinker", str(cudart), "-Xlinker", f"-rpath={cudart.parent}"),
         *("-x", "cu", *map(str, kernels), str(HERE / "library.cpp")),
     ]
-    _emulator.run_compiler(target, [*command, "-o"], key)
+    _emulator.run_compiler(target, [*command, "-o"], lambda: key)
     return target
 
 
