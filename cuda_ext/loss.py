@@ -16,6 +16,7 @@ composed of differentiable ops, which make all logits.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -34,6 +35,10 @@ from cuda_ext._checks import (
     shape_of,
 )
 from cuda_ext._load import ops
+from cuda_ext._vocab_parallel import Vocabulary, takes_sharded_weight, vocabulary_of
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 __all__ = ["linear_cross_entropy", "linear_log_prob"]
 
@@ -89,8 +94,8 @@ def _check_options(op: str, reduction: str, method: str, label_smoothing: float,
     check(0.0 <= label_smoothing <= 1.0, op, smooths)
     check(reduction in ("mean", "sum", "none"), op, f"expected reduction 'mean', 'sum' or 'none', got {reduction!r}")
     check(method in _METHODS, op, f"expected method 'auto', 'forward' or 'recompute', got {method!r}")
-    refusal = "expected method 'auto' or 'recompute' for reduction 'none' and returned values, got 'forward'"
-    check(method != "forward" or of_number, op, refusal)
+    cases = "reduction 'none', returned values and vocab_group"
+    check(method != "forward" or of_number, op, f"expected method 'auto' or 'recompute' for {cases}, got 'forward'")
 
 
 def _flatten(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,6 +115,7 @@ def _is_efficient(rows: int, columns: int, input: Tensor, limit: int) -> bool:
     return fit >= _LEAST_ROWS[input.device.type if input.device.type in _LEAST_ROWS else "cuda"] and sums <= limit
 
 
+@takes_sharded_weight
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -127,6 +133,7 @@ def linear_cross_entropy(
     return_entropy: bool = False,
     method: str = "auto",
     memory_limit: int | None = None,
+    vocab_group: dist.ProcessGroup | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """``F.cross_entropy(z, target, ...) + z_loss * lse ** 2``, with the logits z of the module.
 
@@ -160,7 +167,7 @@ def linear_cross_entropy(
         GPU it makes the loss NaN.
     """
     op = "linear_cross_entropy"
-    of_number = reduction != "none" and not return_lse and not return_entropy
+    of_number = reduction != "none" and not return_lse and not return_entropy and vocab_group is None
     if not torch.compiler.is_compiling():
         _check_numbers(op, softcap=softcap, scale=scale, z_loss=z_loss, label_smoothing=label_smoothing)
         _check_options(op, reduction, method, label_smoothing, of_number)
@@ -169,11 +176,12 @@ def linear_cross_entropy(
     rows, targets = _flatten(input, target)
     are_probabilities = target.is_floating_point()
     classes = linear_weight.shape[0]
+    vocabulary = vocabulary_of(op, vocab_group, linear_weight, targets, ignore_index)
     terms = _terms(
         rows,
         targets if not are_probabilities else None,
         targets if are_probabilities else None,
-        classes,
+        vocabulary,
         weight,
         ignore_index,
         label_smoothing,
@@ -185,7 +193,7 @@ def linear_cross_entropy(
     if of_number and (method == "forward" or (method == "auto" and _is_efficient(rows.shape[0], classes, rows, limit))):
         loss: Tensor = ops.linear_loss(*logits, *terms.weighted(reduction), **options)
         return loss + terms.of_nothing(reduction)
-    lse, nll, dot, entropy, _ = ops.logit_statistics(*logits, **options, entropy=return_entropy)
+    lse, nll, dot, entropy, _ = vocabulary.statistics(*logits, **options, entropy=return_entropy)
     losses = terms.losses(lse, nll, dot, reduction)
     loss = losses.view(input.shape[:-1]) if reduction == "none" else losses.sum() + terms.of_nothing(reduction)
     if not (return_lse or return_entropy):
@@ -241,7 +249,7 @@ def _terms(
     rows: Tensor,
     target: Tensor | None,
     probabilities: Tensor | None,
-    classes: int,
+    vocabulary: Vocabulary,
     weight: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
@@ -249,7 +257,7 @@ def _terms(
 ) -> _Terms:
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     weight = None if weight is None else weight.detach().to(dtype)
-    spread = label_smoothing / classes if classes else 0.0
+    spread = vocabulary.share(label_smoothing)
     count = rows.shape[0]
     if target is None:
         assert probabilities is not None
@@ -258,29 +266,28 @@ def _terms(
             coefficients = coefficients.to(dtype) * (1.0 - label_smoothing) + spread
         if weight is not None:
             coefficients = coefficients.to(dtype) * weight
-        of_row = coefficients.sum(1, dtype=dtype)
+        of_row = vocabulary.sum(coefficients.sum(1, dtype=dtype))
         ones = torch.ones_like(of_row)
         square = z_loss * ones if z_loss else None
         total = of_row.new_full((), count)
         return _Terms(None, None, coefficients, (of_row, None, -ones, square), total, total)
     valid = target != ignore_index
     mask = valid.to(dtype)
-    if weight is None:
-        own, of_classes = mask, torch.ones(classes, dtype=dtype, device=rows.device)
-    else:
-        own = weight.index_select(0, torch.where(valid, target, 0).clamp(0, max(0, classes - 1))) * mask
-        of_classes = weight
+    own = mask if weight is None else vocabulary.pick(weight, target, valid) * mask
     by_nll = (1.0 - label_smoothing) * own
     by_lse: Tensor | None = None
     by_dot: Tensor | None = None
+    of_classes: Tensor | None = None
     if label_smoothing:
-        by_lse = spread * of_classes.sum() * mask
+        of_classes = rows.new_ones(vocabulary.own, dtype=dtype) if weight is None else weight
+        by_lse = (label_smoothing if weight is None else spread * vocabulary.sum(weight.sum())) * mask
         by_dot = -spread * mask
     square = z_loss * mask if z_loss else None
     by = (by_lse, by_nll, by_dot, square)
-    return _Terms(valid, target, of_classes if label_smoothing else None, by, own.sum(), mask.sum())
+    return _Terms(valid, target, of_classes, by, own.sum(), mask.sum())
 
 
+@takes_sharded_weight
 def linear_log_prob(
     input: Tensor,
     linear_weight: Tensor,
@@ -292,6 +299,7 @@ def linear_log_prob(
     ignore_index: int = -100,
     return_entropy: bool = False,
     memory_limit: int | None = None,
+    vocab_group: dist.ProcessGroup | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``log_softmax(z)`` at the targets, and the entropy of ``softmax(z)``, with gradients through both: for
     reinforcement learning and preferences (GRPO, PPO, DPO). The logits z and the arguments are those of
@@ -312,7 +320,8 @@ def linear_log_prob(
         check(not target.is_floating_point(), op, f"expected target of dtype int64, got {dtype_name(target.dtype)}")
     rows, targets = _flatten(input, target)
     limit = MEMORY_LIMIT["cpu" if input.device.type == "cpu" else "cuda"] if memory_limit is None else memory_limit
-    _, nll, _, entropy, _ = ops.logit_statistics(
+    vocabulary = vocabulary_of("linear_log_prob", vocab_group, linear_weight, targets, ignore_index)
+    _, nll, _, entropy, _ = vocabulary.statistics(
         rows,
         linear_weight,
         linear_bias,
