@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cuda_ext._checks import check
 from cuda_ext._collectives import AllGather, AllReduceGradient, gather
@@ -58,7 +59,7 @@ class Vocabulary:
 
     def statistics(self, *logits: Tensor | None, entropy: bool, **options: Any) -> Statistics:
         """`ops.logit_statistics` of all classes."""
-        return ops.logit_statistics(*logits, entropy=entropy, **options)  # type: ignore[no-any-return]
+        return ops.logit_statistics(*logits, entropy=entropy, **options)
 
 
 class ShardedVocabulary(Vocabulary):
@@ -109,9 +110,9 @@ class ShardedVocabulary(Vocabulary):
     def statistics(self, *logits: Tensor | None, entropy: bool, **options: Any) -> Statistics:
         input, weight, bias, target, coefficients = logits
         assert input is not None and weight is not None
-        _refuse_transforms(self.op)
+        _refuse_transforms(self.op, input, weight, bias)
         input, weight, bias = _as_autocast(input, weight, bias)
-        return _ShardedStatistics.apply(  # type: ignore[no-any-return]
+        return _ShardedStatistics.apply(
             AllReduceGradient.apply(input, self.group_name),
             weight,
             bias,
@@ -137,10 +138,16 @@ def vocabulary_of(
     return ShardedVocabulary(op, group, linear_weight.shape[0], target, ignore_index)
 
 
-def _refuse_transforms(op: str) -> None:
-    active = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+def _refuse_transforms(op: str, *operands: Tensor | None) -> None:
+    if torch.compiler.is_compiling():
+        return
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    in_forward_mode = forward_ad._current_level >= 0 and any(
+        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in operands
+    )
     advice = "use torch.autograd.grad, which also gives second derivatives (create_graph=True)"
-    check(not active, op, f"expected no transform of torch.func with vocab_group, got one; {advice}")
+    message = f"expected no transform of torch.func and no forward mode with vocab_group, got one; {advice}"
+    check(not (transformed or in_forward_mode), op, message)
 
 
 def _as_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -193,17 +200,13 @@ class _ShardedStatistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[:3]
+        # Under torch.compile, outputs that were not requested have gradients, too.
+        exist = (True, ctx.saved_tensors[3] is not None, ctx.saved_tensors[4] is not None, ctx.options[4])
+        grads = tuple(grad if exists else None for grad, exists in zip(grads, exist, strict=False))
         # Compiled backward passes are not differentiated again.
         composed = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         form = _composed_gradients if composed else _fused_gradients
-        return *form(ctx, wanted, *grads[:4]), *(None,) * 5
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise RuntimeError(
-            f"{NAMESPACE}::linear_cross_entropy: expected no derivative in forward mode with vocab_group, got one; use "
-            "torch.autograd.grad"
-        )
+        return *form(ctx, wanted, *grads), *(None,) * 5
 
 
 def _keywords(options: tuple[float, float, int, int, bool]) -> dict[str, Any]:
@@ -243,13 +246,15 @@ def _global_statistics(
     log_total = total.log()
     lse = largest + log_total
     lse_low = torch.where(largest.isfinite(), (largest - lse) + log_total, 0.0).detach()
-    absent = lse.new_empty(0)
-    nll = absent if nlls is None else _nll(nlls, log_shares, log_total, target, bounds, ignore_index)
-    dot = absent if dots is None else _total(dots)
-    if entropies is None:
-        return lse, nll, dot, absent, lse_low
-    inner = torch.where(shares > 0, entropies - log_shares, 0.0)
-    return lse, nll, dot, _total(shares * inner) / total + log_total, lse_low
+    nll, dot, entropy = (lse.new_empty(0) for _ in range(3))  # absent
+    if nlls is not None:
+        nll = _nll(nlls, log_shares, log_total, target, bounds, ignore_index)
+    if dots is not None:
+        dot = _total(dots)
+    if entropies is not None:
+        of_shards = shares * torch.where(shares > 0, entropies - log_shares, 0.0)
+        entropy = _total(of_shards) / total + log_total
+    return lse, nll, dot, entropy, lse_low
 
 
 def _nll(
@@ -310,7 +315,7 @@ def _composed_gradients(ctx: Any, wanted: list[bool], *grads: Tensor | None) -> 
 
 
 def takes_sharded_weight(function: F) -> F:
-    """A decorator for losses: a DTensor `linear_weight` that is Shard(0) on a mesh of one dimension stands for its local
+    """A decorator for losses: a DTensor `linear_weight`, Shard(0) on a mesh of one dimension, stands for its local
     tensor and `vocab_group`. Results are DTensors if `input` is one."""
 
     @functools.wraps(function)
