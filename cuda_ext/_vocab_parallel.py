@@ -154,7 +154,7 @@ def _as_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The operands as the op would cast them: the function below must see the cast, to differentiate it."""
     assert tensors[0] is not None
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)

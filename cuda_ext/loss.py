@@ -157,6 +157,13 @@ def linear_cross_entropy(
             logarithm of the sum of exponentials of z, and the entropy of softmax(z) in natural units.
         method: how backward gets its gradients: ``"auto"``, ``"forward"`` or ``"recompute"``; see the module.
         memory_limit: bytes for a tile of logits and its gradient; default 32 MiB on a CPU, 1 GiB on a GPU.
+        vocab_group: the ranks over which the vocabulary is sharded, in rank order, some of whose sizes may differ;
+            default None: it is not. ``linear_weight``, ``linear_bias``, ``weight`` and probabilities are this rank's;
+            ``input``, ``target`` (in the whole vocabulary) and options are the same on all ranks, and so are results
+            the gradient of ``input``. Each rank sends 3 floats a row, 1 more for each of label smoothing, class
+            weights, probabilities and ``return_entropy``, and that gradient. Without method ``"forward"``, forward mode
+            and the transforms of `torch.func`. A DTensor ``linear_weight`` that is Shard(0) on a mesh of one dimension
+            needs no ``vocab_group``.
 
     Returns:
         The loss, float32 (float64 for float64): a number, or ``(...)`` for ``"none"``; if asked for, a tuple

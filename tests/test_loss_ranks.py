@@ -50,6 +50,33 @@ def part_of(tensors: Tensors, mine: slice) -> Tensors:
     return parts
 
 
+class Transfers(TorchDispatchMode):
+    """What this rank puts into each collective: its name, bytes and largest element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[tuple[str, int, float]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, name = func.name().split("::")
+        if namespace == "_c10d_functional" and name != "wait_tensor":
+            largest = float(args[0].double().abs().max()) if args[0].numel() else 0.0
+            self.all.append((name, args[0].nbytes, largest))
+        return func(*args, **kwargs or {})
+
+    @property
+    def sent(self) -> list[tuple[str, int]]:
+        return [(name, size) for name, size, _ in self.all]
+
+
+def largest_part(transfers: Transfers) -> float:
+    """The largest element of all ranks' parts of a gradient."""
+    own = max((largest for name, _, largest in transfers.all if name == "all_reduce"), default=0.0)
+    every = torch.tensor(own, dtype=torch.float64)
+    dist.all_reduce(every, dist.ReduceOp.MAX)
+    return float(every)
+
+
 def beside_one_rank(tensors: Tensors, sizes: Sequence[int], op: str, options: dict[str, Any]) -> list[dict[str, Any]]:
     """The results of the shards, and of all classes on one rank, of which the parts of this rank."""
     mine = of_this_rank(sizes)
@@ -66,10 +93,11 @@ def of_shard(results: Tensors, mine: slice) -> Tensors:
 def check(
     tensors: Tensors, sizes: Sequence[int], op: str = "linear_cross_entropy", **options: Any
 ) -> dict[str, Tensor]:
-    """float64: equal within 1e-12. Others: no further from float64 than one rank is, twice, and the rounding of the
-    parts of the input's gradient, which are summed in its dtype."""
+    """float64: equal within 1e-12. Others: no further from float64 than twice what one rank is, and than the roundings
+    of the sum of the ranks' parts of the input's gradient, which may be larger than the sum."""
     options = {"reduction": "mean", **options} if op == "linear_cross_entropy" else options
-    actual, expected = beside_one_rank(tensors, sizes, op, options)
+    with Transfers() as transfers:
+        actual, expected = beside_one_rank(tensors, sizes, op, options)
     if tensors["input"].dtype == torch.float64:
         for name, value in expected.items():
             largest = float(value.nan_to_num(0, 0, 0).abs().max()) if value.numel() else 0.0
@@ -81,6 +109,8 @@ def check(
     errors = absolute_errors(tensors, exact, options)
     for name, value in exact.items():
         atol = dist.get_world_size() * errors[name](actual[name].dtype)
+        if name == "gradient of input":
+            atol += dist.get_world_size() * torch.finfo(actual[name].dtype).eps * largest_part(transfers)
         testing.assert_close_to_reference(actual[name], expected[name], value, atol=atol, name=name)
     return actual
 
@@ -115,7 +145,7 @@ def draw(dtype: torch.dtype) -> tuple[Tensors, list[int], dict[str, Any]]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_random_cases(ranks: int, dtype: torch.dtype, workers: Any) -> None:
-    workers.run(ranks, __name__, "random_cases", {"dtype": dtype, "count": 12})
+    workers.run(ranks, __name__, "random_cases", {"dtype": dtype, "count": 8})
 
 
 @pytest.mark.sampled
@@ -189,20 +219,6 @@ def test_a_common_logit_of_any_size_cancels() -> None:
         torch.testing.assert_close(torch.autograd.grad(losses.sum(), bias)[0], expected, rtol=1e-6, atol=0)
 
 
-class CountBytes(TorchDispatchMode):
-    """The bytes that this rank puts into each collective."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, name = func.name().split("::")
-        if namespace == "_c10d_functional" and name != "wait_tensor":
-            self.sent.append((name, args[0].nbytes))
-        return func(*args, **kwargs or {})
-
-
 @on_ranks(2)
 def test_what_is_sent() -> None:
     rows, features = 33, 24
@@ -214,14 +230,14 @@ def test_what_is_sent() -> None:
             ({"label_smoothing": 0.1}, 4),
             ({"label_smoothing": 0.1, "reduction": "none", "return_lse": True, "return_entropy": True}, 5),
         ):
-            with CountBytes() as forward:
+            with Transfers() as forward:
                 out = cuda_ext.linear_cross_entropy(**tensors, vocab_group=dist.group.WORLD, **options)
             assert forward.sent == [sizes, ("all_gather_into_tensor", 4 * values * rows)]
             leaves = [t for t in tensors.values() if t.requires_grad]
-            with CountBytes() as backward:
+            with Transfers() as backward:
                 torch.autograd.grad((out[0] if isinstance(out, tuple) else out).sum(), leaves)
             assert backward.sent == [("all_reduce", rows * features * dtype.itemsize)]
-            with CountBytes() as backward:  # the gradients of the weight and the bias are local
+            with Transfers() as backward:  # the gradients of the weight and the bias are local
                 loss = cuda_ext.linear_log_prob(
                     **{**tensors, "input": tensors["input"].detach()}, vocab_group=dist.group.WORLD
                 )
@@ -244,6 +260,23 @@ def test_all_ranks_and_all_runs_have_the_same_bits() -> None:
         every = [torch.empty_like(tensor) for _ in range(4)]
         dist.all_gather(every, tensor)
         assert all(torch.equal(tensor, other) for other in every)
+
+
+@on_ranks(4)
+def test_rows_do_not_depend_on_others_in_batch_invariant_mode() -> None:
+    tensors = part_of(operands((150,), 900, 40, bias=True), of_this_rank([200, 300, 150, 250]))
+
+    def rows(count: int) -> tuple[Tensor, ...]:
+        some = {name: tensors[name][:count] for name in ("input", "target")}
+        options = {"reduction": "none", "return_lse": True, "return_entropy": True, "memory_limit": 100_000}
+        out = cuda_ext.linear_cross_entropy(**{**tensors, **some}, **options, vocab_group=dist.group.WORLD)
+        return *out, torch.autograd.grad(sum(o.sum() for o in out), tensors["input"])[0][:count]
+
+    with cuda_ext.batch_invariant():
+        whole = rows(150)
+        for count in (1, 2, 9, 77):
+            for some, every in zip(rows(count), whole, strict=True):
+                assert torch.equal(some, every[:count])
 
 
 @on_ranks(4)
