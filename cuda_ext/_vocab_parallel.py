@@ -238,14 +238,14 @@ def _global_statistics(
     remaining = iter(rest)
     nlls, dots, entropies = (next(remaining) if given else None for given in present)
 
-    # Differences from the largest first: it may be large.
+    # Differences from the largest first: it may be large; or -inf, from which there must be no difference.
     largest = lses.detach().amax(0)
-    log_shares = (lses - torch.where(largest == -torch.inf, 0.0, largest)) + lows  # of the softmax, times the total
+    log_shares = (lses - largest.clamp(min=torch.finfo(largest.dtype).min)) + lows  # of the softmax, times the total
     shares = log_shares.exp()
     total = _total(shares)
     log_total = total.log()
     lse = largest + log_total
-    lse_low = torch.where(largest.isfinite(), (largest - lse) + log_total, 0.0).detach()
+    lse_low = ((largest - lse) + log_total).detach().nan_to_num(0.0)
     nll, dot, entropy = (lse.new_empty(0) for _ in range(3))  # absent
     if nlls is not None:
         nll = _nll(nlls, log_shares, log_total, target, bounds, ignore_index)

@@ -195,6 +195,7 @@ def test_infinite_and_nan_logits() -> None:
                 reduction="none",
             )
         assert losses[0] == math.inf and losses[2:].isfinite().all()
+    check({**tensors, "linear_bias": torch.full((8,), -math.inf).double().requires_grad_()}, [4, 4], **options)
     with torch.no_grad():
         tensors["input"][3] = math.nan
     tensors["linear_bias"] = torch.zeros(8, dtype=torch.float64)
@@ -222,27 +223,33 @@ def test_a_common_logit_of_any_size_cancels() -> None:
 @on_ranks(2)
 def test_what_is_sent() -> None:
     rows, features = 33, 24
-    sizes = ("all_gather_into_tensor", 16)  # how many classes and rows a rank has
+    group = dist.group.WORLD
+
+    def gathers(*values: int) -> list[tuple[str, int]]:
+        """First two integers, how many classes and rows a rank has; then so many floats a row."""
+        return [("all_gather_into_tensor", 16), *(("all_gather_into_tensor", 4 * each * rows) for each in values)]
+
     for dtype in (torch.float32, torch.bfloat16):
-        tensors = part_of(operands((rows,), 40, features, dtype, bias=True), slice(0, 20))
-        for options, values in (
-            ({}, 3),
-            ({"label_smoothing": 0.1}, 4),
-            ({"label_smoothing": 0.1, "reduction": "none", "return_lse": True, "return_entropy": True}, 5),
+        tensors = part_of(operands((rows,), 40, features, dtype, bias=True), of_this_rank([20, 20]))
+        leaves = [t for t in tensors.values() if t.requires_grad]
+        of_classes = probabilities((rows,), 20)
+        for options, sent in (
+            ({}, gathers(3)),
+            ({"label_smoothing": 0.1}, gathers(4)),
+            ({"label_smoothing": 0.1, "return_lse": True, "return_entropy": True}, gathers(5)),
+            ({"weight": torch.rand(20)}, gathers(1, 3)),
+            ({"target": of_classes, "label_smoothing": 0.1}, gathers(1, 3)),
         ):
             with Transfers() as forward:
-                out = cuda_ext.linear_cross_entropy(**tensors, vocab_group=dist.group.WORLD, **options)
-            assert forward.sent == [sizes, ("all_gather_into_tensor", 4 * values * rows)]
-            leaves = [t for t in tensors.values() if t.requires_grad]
+                out = cuda_ext.linear_cross_entropy(**{**tensors, **options}, vocab_group=group)
+            assert forward.sent == sent
             with Transfers() as backward:
-                torch.autograd.grad((out[0] if isinstance(out, tuple) else out).sum(), leaves)
+                torch.autograd.grad(out[0] if isinstance(out, tuple) else out, leaves)
             assert backward.sent == [("all_reduce", rows * features * dtype.itemsize)]
-            with Transfers() as backward:  # the gradients of the weight and the bias are local
-                loss = cuda_ext.linear_log_prob(
-                    **{**tensors, "input": tensors["input"].detach()}, vocab_group=dist.group.WORLD
-                )
-                torch.autograd.grad(loss.sum(), leaves[1:])
-            assert backward.sent == [sizes, ("all_gather_into_tensor", 12 * rows)]
+        with Transfers() as both:  # the gradients of the weight and the bias are local
+            frozen = {**tensors, "input": tensors["input"].detach()}
+            torch.autograd.grad(cuda_ext.linear_log_prob(**frozen, vocab_group=group).sum(), leaves[1:])
+        assert both.sent == gathers(3)
 
 
 @on_ranks(4)
