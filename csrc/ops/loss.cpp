@@ -91,7 +91,9 @@ TileSize tile_of_parts(const Logits& logits) {
   const int64_t rows = std::max<int64_t>(1, std::min(logits.rows, kTileRows));
   // Sums of a part of a 16-bit weight's gradient are float32.
   const bool has_sums = logits.type != logits.input.scalar_type();
-  const int64_t column_bytes = rows * bytes_of_element(logits) + (has_sums ? 4 * logits.input.size(1) : 0);
+  // Sums over the columns of a row have other bits for other tiles.
+  const int64_t planned_rows = is_batch_invariant() ? kTileRows : rows;
+  const int64_t column_bytes = planned_rows * bytes_of_element(logits) + (has_sums ? 4 * logits.input.size(1) : 0);
   const int64_t fit = logits.options.memory_limit / column_bytes / kColumnUnit * kColumnUnit;
   return {rows, std::clamp(fit, kColumnUnit, std::max(kColumnUnit, logits.columns))};
 }
