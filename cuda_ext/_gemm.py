@@ -210,9 +210,10 @@ class batch_invariant:
         # equal to cuda_ext.linear(x, w)[:1] in the same mode
 
     In this mode a row of `gemm`, `linear`, `gated_linear`, `mlp` and `gated_mlp`, and of the gradient with respect to
-    their first argument, is the same however many rows there are and whatever is in them. It holds for a given device,
-    build and floating-point precision, and arguments that are equal but for the rows; not for gradients of weights and
-    biases, which are sums over rows, nor for attention. Deterministic the ops are in either mode.
+    their first argument, is the same however many rows there are and whatever is in them. So are the values of each row
+    that `linear_log_prob` and `linear_cross_entropy` return. It holds for a given device, build and floating-point
+    precision, and arguments that are equal but for the rows; not for gradients of weights and biases, which are sums
+    over rows, nor for attention. Deterministic the ops are in either mode.
 
     The cost on a GPU: k is not split, so few rows use only as many SMs as there are tiles of the output, and tall k
     with a small output is slow; up to 64 rows take the tiles of 128; and a first argument that is not contiguous, or

@@ -5,9 +5,10 @@ reduced and dropped: there is never a tensor (M, V). Everything after the produc
 for float16 and bfloat16 operands, and so are the results.
 
 Backward has two methods. ``"recompute"`` keeps the log-sum-exp of each row and forms the tiles again: four products,
-and little memory. ``"forward"`` forms the gradients during forward, while the logits of a row are complete: three products, but
-only for a loss that is a number, and the gradients are there from then on. It is the method of PyTorch's and Liger's
-chunked losses. ``"auto"`` takes it if enough complete rows fit into ``memory_limit`` that the products are efficient.
+and little memory. ``"forward"`` forms the gradients during forward, while the logits of a row are complete: three
+products, but only for a loss that is a number, and the gradients are there from then on. It is the method of PyTorch's
+and Liger's chunked losses. ``"auto"`` takes it if enough complete rows fit into ``memory_limit`` that the products are
+efficient, and not in batch-invariant mode.
 
 Deterministic. Derivatives of higher order and in forward mode, and those under the transforms of `torch.func`, are
 composed of differentiable ops, which make all logits.
@@ -16,6 +17,7 @@ composed of differentiable ops, which make all logits.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -34,6 +36,10 @@ from cuda_ext._checks import (
     shape_of,
 )
 from cuda_ext._load import ops
+from cuda_ext._vocab_parallel import Vocabulary, takes_sharded_weight, vocabulary_of
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 __all__ = ["linear_cross_entropy", "linear_log_prob"]
 
@@ -86,8 +92,8 @@ def _check_options(op: str, reduction: str, method: str, label_smoothing: float,
     check(0.0 <= label_smoothing <= 1.0, op, smooths)
     check(reduction in ("mean", "sum", "none"), op, f"expected reduction 'mean', 'sum' or 'none', got {reduction!r}")
     check(method in _METHODS, op, f"expected method 'auto', 'forward' or 'recompute', got {method!r}")
-    refusal = "expected method 'auto' or 'recompute' for reduction 'none' and returned values, got 'forward'"
-    check(method != "forward" or of_number, op, refusal)
+    cases = "reduction 'none', returned values and vocab_group"
+    check(method != "forward" or of_number, op, f"expected method 'auto' or 'recompute' for {cases}, got 'forward'")
 
 
 def _flatten(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,6 +102,7 @@ def _flatten(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return input.reshape(rows, input.shape[-1]), target.reshape(rows, *target.shape[input.dim() - 1 :])
 
 
+@takes_sharded_weight
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -113,6 +120,7 @@ def linear_cross_entropy(
     return_entropy: bool = False,
     method: str = "auto",
     memory_limit: int | None = None,
+    vocab_group: dist.ProcessGroup | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """``F.cross_entropy(z, target, ...) + z_loss * lse ** 2``, with the logits z of the module.
 
@@ -138,6 +146,13 @@ def linear_cross_entropy(
         memory_limit: bytes for logits and their gradients, and for float32 sums of the weight's gradient; default
             32 MiB on a CPU, 1 GiB on a GPU. Beside them, "recompute" has float32 sums of a 16-bit ``input``'s gradient
             if a tile does not have all classes, and one tile has at least 128 rows or all of them, or is one row.
+        vocab_group: the ranks over which the vocabulary is sharded, in rank order, some of whose sizes may differ;
+            default None: it is not. ``linear_weight``, ``linear_bias``, ``weight`` and probabilities are this rank's;
+            ``input``, ``target`` (in the whole vocabulary) and options are the same on all ranks, and so are results
+            the gradient of ``input``. Each rank sends 3 floats a row, 1 more for each of label smoothing, class
+            weights, probabilities and ``return_entropy``, and that gradient. Without method ``"forward"``, forward mode
+            and the transforms of `torch.func`. A DTensor ``linear_weight`` that is Shard(0) on a mesh of one dimension
+            needs no ``vocab_group``.
 
     Returns:
         The loss, float32 (float64 for float64): a number, or ``(...)`` for ``"none"``; if asked for, a tuple
@@ -148,21 +163,22 @@ def linear_cross_entropy(
         GPU it makes the loss NaN.
     """
     op = "linear_cross_entropy"
-    of_number = reduction != "none" and not return_lse and not return_entropy
+    of_number = reduction != "none" and not return_lse and not return_entropy and vocab_group is None
     if not torch.compiler.is_compiling():
         _check_numbers(op, softcap=softcap, scale=scale, z_loss=z_loss, label_smoothing=label_smoothing)
         _check_options(op, reduction, method, label_smoothing, of_number)
         optional = {"linear_bias": linear_bias, "weight": weight}
         _check_tensors(op, input, optional, linear_weight=linear_weight, target=target)
     rows, targets = _flatten(input, target)
-    terms = _terms(rows, targets, linear_weight.shape[0], weight, ignore_index, label_smoothing, z_loss)
+    vocabulary = vocabulary_of(op, vocab_group, linear_weight, targets, ignore_index)
+    terms = _terms(rows, targets, vocabulary, weight, ignore_index, label_smoothing, z_loss)
     limit = MEMORY_LIMIT["cpu" if input.device.type == "cpu" else "cuda"] if memory_limit is None else memory_limit
     options = {"scale": scale, "softcap": softcap, "ignore_index": ignore_index, "memory_limit": limit}
     logits = (rows, linear_weight, linear_bias, terms.target, terms.coefficients)
     if of_number:
         loss: Tensor = ops.linear_loss(*logits, *terms.weighted(reduction), **options, method=method)
         return loss + terms.of_nothing(reduction)
-    lse, nll, dot, entropy, _ = ops.logit_statistics(*logits, **options, entropy=return_entropy)
+    lse, nll, dot, entropy, _ = vocabulary.statistics(*logits, **options, entropy=return_entropy)
     losses = terms.losses(lse, nll, dot, reduction)
     loss = losses.view(input.shape[:-1]) if reduction == "none" else losses.sum() + terms.of_nothing(reduction)
     if not (return_lse or return_entropy):
@@ -217,7 +233,7 @@ class _Terms:
 def _terms(
     rows: Tensor,
     target: Tensor,
-    classes: int,
+    vocabulary: Vocabulary,
     weight: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
@@ -225,7 +241,7 @@ def _terms(
 ) -> _Terms:
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     weight = None if weight is None else weight.detach().to(dtype)
-    spread = label_smoothing / classes if classes else 0.0
+    spread = vocabulary.share(label_smoothing)
     count = rows.shape[0]
     if target.is_floating_point():
         coefficients = target.detach()
@@ -233,29 +249,28 @@ def _terms(
             coefficients = coefficients.to(dtype) * (1.0 - label_smoothing) + spread
         if weight is not None:
             coefficients = coefficients.to(dtype) * weight
-        of_row = coefficients.sum(1, dtype=dtype)
+        of_row = vocabulary.sum(coefficients.sum(1, dtype=dtype))
         ones = torch.ones_like(of_row)
         square = z_loss * ones if z_loss else None
         total = of_row.new_full((), count)
         return _Terms(None, None, coefficients, (of_row, None, -ones, square), total, total)
     valid = target != ignore_index
     mask = valid.to(dtype)
-    if weight is None:
-        own, of_classes = mask, torch.ones(classes, dtype=dtype, device=rows.device)
-    else:
-        own = weight.index_select(0, torch.where(valid, target, 0).clamp(0, max(0, classes - 1))) * mask
-        of_classes = weight
+    own = mask if weight is None else vocabulary.pick(weight, target, valid) * mask
     by_nll = (1.0 - label_smoothing) * own
     by_lse: Tensor | None = None
     by_dot: Tensor | None = None
+    of_classes: Tensor | None = None
     if label_smoothing:
-        by_lse = spread * of_classes.sum() * mask
+        of_classes = rows.new_ones(vocabulary.own, dtype=dtype) if weight is None else weight
+        by_lse = (label_smoothing if weight is None else spread * vocabulary.sum(weight.sum())) * mask
         by_dot = -spread * mask
     square = z_loss * mask if z_loss else None
     by = (by_lse, by_nll, by_dot, square)
-    return _Terms(valid, target, of_classes if label_smoothing else None, by, own.sum(), mask.sum())
+    return _Terms(valid, target, of_classes, by, own.sum(), mask.sum())
 
 
+@takes_sharded_weight
 def linear_log_prob(
     input: Tensor,
     linear_weight: Tensor,
@@ -267,6 +282,7 @@ def linear_log_prob(
     ignore_index: int = -100,
     return_entropy: bool = False,
     memory_limit: int | None = None,
+    vocab_group: dist.ProcessGroup | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``log_softmax(z)`` at the targets, and the entropy of ``softmax(z)``, with gradients through both: for
     reinforcement learning and preferences (GRPO, PPO, DPO). The logits z and the arguments are those of
@@ -287,7 +303,8 @@ def linear_log_prob(
         check(not target.is_floating_point(), op, f"expected target of dtype int64, got {dtype_name(target.dtype)}")
     rows, targets = _flatten(input, target)
     limit = MEMORY_LIMIT["cpu" if input.device.type == "cpu" else "cuda"] if memory_limit is None else memory_limit
-    _, nll, _, entropy, _ = ops.logit_statistics(
+    vocabulary = vocabulary_of("linear_log_prob", vocab_group, linear_weight, targets, ignore_index)
+    _, nll, _, entropy, _ = vocabulary.statistics(
         rows,
         linear_weight,
         linear_bias,

@@ -288,3 +288,41 @@ assert torch.ops.cuda_ext.linear.default in DTensor._op_dispatcher.sharding_prop
         code = code.replace("import sys, cuda_ext._rules", "import sys").replace(" and", " #")
     done = run_python("-c", code)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.sampled)])
+def test_losses(size: int, workers: Any) -> None:
+    workers.run(size, __name__, "losses", {})
+
+
+@on_ranks(2)
+def losses() -> None:
+    """Split by rows; of a weight that is split by rows test_loss_ranks.py has more."""
+    n = world_size()
+
+    def check_loss(rows: int, *splits: Splits, out: str | None = None, op: str = "", **options: Any) -> None:
+        shapes = {"input": (rows, 5), "linear_weight": (7, 5), "linear_bias": (7,)}
+        target = torch.randint(7, (rows,))
+        target[0] = -100
+        more = {"target": target, "weight": torch.rand(7, **DOUBLE)}
+        if options.pop("probabilities", False):
+            more["target"] = torch.rand(rows, 7, **DOUBLE)
+        elif op:
+            del more["weight"]
+        parts = {name: part.detach() for name, part in sharded(more, *splits).items()}
+
+        def call(input: Any, **operands: Any) -> Any:
+            rest = parts if hasattr(input, "placements") else more
+            return getattr(cuda_ext, op or "linear_cross_entropy")(input, **operands, **rest, **options)
+
+        check(call, shapes, *splits, out=out)
+
+    by_rows = {"input": 0, "target": 0}
+    for options in ({}, {"label_smoothing": 0.1, "z_loss": 0.1}, {"probabilities": True}):
+        check_loss(2 * n + 1, by_rows, method="forward", **options)
+        check_loss(2 * n + 1, by_rows, method="recompute", **options)
+        every = {"reduction": "none", "return_lse": True, "return_entropy": True}
+        check_loss(2 * n + 1, by_rows, out="S(0)", **every, **options)
+    check_loss(2 * n + 1, by_rows, out="S(0)", op="linear_log_prob", return_entropy=True)
+    for splits in ({}, {"input": 1}, {"linear_weight": 1}, {"linear_weight": 0}):
+        check_loss(2 * n + 1, splits, reduction="sum")

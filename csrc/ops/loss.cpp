@@ -132,8 +132,9 @@ TileSize tile_of_backward(const Logits& logits) {
   // CPUs want rows of a tile in their caches.
   const int64_t square = int64_t(std::sqrt(double(limit / element)));
   const int64_t most_rows = in_registers ? std::max(kTileRows, square / kTileUnit * kTileUnit) : kTileRows;
-  const int64_t rows = std::clamp<int64_t>(logits.rows, 1, most_rows);
-  const int64_t sums = logits.is_16_bit() && rows < logits.rows ? 4 * logits.features() : 0;
+  const bool invariant = is_batch_invariant();
+  const int64_t rows = invariant ? most_rows : std::clamp<int64_t>(logits.rows, 1, most_rows);
+  const int64_t sums = logits.is_16_bit() && (invariant || rows < logits.rows) ? 4 * logits.features() : 0;
   return {rows, whole_units(limit / (rows * element + sums), logits.columns)};
 }
 
@@ -548,6 +549,7 @@ void register_kernels(torch::Library& m) {
 
 bool forms_gradients_in_forward(const Tensor& input, const Tensor& weight, int64_t memory_limit, LossMethod method) {
   if (method != "auto") return method == "forward";
+  if (is_batch_invariant()) return false;  // the choice depends on the number of rows
   // Fewer rows at once make reading and writing the weight's gradient for each tile dearer than a fourth product:
   // measured on CPUs, where PyTorch's BLAS and ours multiply 128 rows about as fast as many; on GPUs a guess.
   const int64_t least_rows = input.is_cpu() ? 128 : 1024;

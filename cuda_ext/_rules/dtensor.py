@@ -13,6 +13,7 @@ takes it split by rows: it is gathered.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -49,16 +50,16 @@ def _register(name: str, rule: Callable[..., Iterator[Rule]]) -> None:
 
 
 def _with_hashable_mask(op: Any) -> Any:
-    """An op that DTensor calls instead of `op`, with an int as output_mask: bit n for result n. DTensor's cache cannot
-    hash a list among keyword arguments; without the mask in its key it would return the shapes for another mask. It is
-    not an overload of `op`, because a new overload changes the packet's hash, the key of the FLOP formulas."""
-    results = len(op._schema.returns)
-    schema = str(op._schema).replace(f"bool[{results}] output_mask", "int output_mask")
-    name, rest = schema.removeprefix(f"{NAMESPACE}::").split("(", 1)
+    """An op that DTensor calls instead of `op`, with an int as output_mask, bit n for its element n. DTensor's cache
+    cannot hash a list among keyword arguments; without the mask in its key it would return the shapes for another mask.
+    It is not an overload of `op`, because a new overload changes the packet's hash, the key of the FLOP formulas."""
+    before, size_text, after = re.split(r"bool\[(\d+)\] (?=output_mask)", str(op._schema))
+    size = int(size_text)
+    name, rest = f"{before}int {after}".removeprefix(f"{NAMESPACE}::").split("(", 1)
     name += "_dtensor"
 
     def call(*args: Any, output_mask: int, **options: Any) -> Any:
-        return op(*args, output_mask=_as_list(output_mask, results), **options)
+        return op(*args, output_mask=_as_list(output_mask, size), **options)
 
     _library.define(f"{name}({rest}")
     _library.impl(name, call, "CompositeExplicitAutograd")
@@ -73,8 +74,8 @@ def _with_hashable_mask(op: Any) -> Any:
     return substitute
 
 
-def _as_list(mask: int, results: int) -> list[bool]:
-    return [bool(mask >> n & 1) for n in range(results)]
+def _as_list(mask: int, size: int) -> list[bool]:
+    return [bool(mask >> n & 1) for n in range(size)]
 
 
 def _placements(op: Any, rule: Callable[..., Iterator[Rule]], *args: Any, **options: Any) -> list[Rule]:
@@ -336,6 +337,62 @@ def _attention_backward(
         )
 
 
+# losses: by rows. Those of a weight that is split by rows, cuda_ext/_vocab_parallel.py computes on local tensors
+
+
+def _logits_by_rows(coefficients: Any) -> list[Placement]:
+    """The placements of the first five arguments."""
+    of_row = coefficients is not None and coefficients.ndim == 2
+    return [Shard(0), REPLICATE, REPLICATE, Shard(0), Shard(0) if of_row else REPLICATE]
+
+
+def _logit_statistics(
+    input: Any, weight: Any, bias: Any, target: Any, coefficients: Any, *, entropy: bool, **options: Any
+) -> Iterator[Rule]:
+    present = (True, target is not None, coefficients is not None, entropy, True)  # absent values are empty tensors
+    yield [Shard(0) if each else REPLICATE for each in present], _logits_by_rows(coefficients)
+
+
+def _logit_statistics_backward(
+    grad_lse: Any,
+    grad_nll: Any,
+    grad_dot: Any,
+    grad_entropy: Any,
+    input: Any,
+    weight: Any,
+    bias: Any,
+    target: Any,
+    coefficients: Any,
+    *statistics: Any,
+    output_mask: int,
+    **options: Any,
+) -> Iterator[Rule]:
+    places = [*[Shard(0)] * 4, *_logits_by_rows(coefficients), *[Shard(0)] * 3]
+    yield _wanted([Shard(0), PARTIAL, PARTIAL], output_mask), places
+
+
+def _with_first_argument(op: Any) -> None:
+    """DTensor finds the mesh in the first argument, grad_lse, which may be None: then it is zeros."""
+    handler = _dispatcher._custom_op_handlers[op]
+
+    def call(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        grad_lse, lse = args[0], args[9]
+        return handler(op_call, (torch.zeros_like(lse) if grad_lse is None else grad_lse, *args[1:]), kwargs)
+
+    _dispatcher._custom_op_handlers[op] = call
+
+
+def _linear_loss(
+    input: Any, weight: Any, bias: Any, target: Any, coefficients: Any, *by: Any, **options: Any
+) -> Iterator[Rule]:
+    yield [PARTIAL], [*_logits_by_rows(coefficients), *[Shard(0)] * 4]
+
+
+def _linear_loss_forward(*args: Any, output_mask: int, **options: Any) -> Iterator[Rule]:
+    for loss, places in _linear_loss(*args, **options):
+        yield [*loss, *_wanted([Shard(0), PARTIAL, PARTIAL], output_mask)], places
+
+
 _register("gemm", partial(_gemm, 1))
 _register("gemm_forward", partial(_gemm, 2))
 _register("gemm_backward", _gemm_backward)
@@ -351,3 +408,8 @@ _register("flash_attention", _attention)
 _register("flash_attention_varlen", _attention_varlen)
 _register("flash_attention_forward", _attention_forward)
 _register("flash_attention_backward", _attention_backward)
+_register("logit_statistics", _logit_statistics)
+_register("logit_statistics_backward", _logit_statistics_backward)
+_with_first_argument(ops.logit_statistics_backward.default)
+_register("linear_loss", _linear_loss)
+_register("linear_loss_forward", _linear_loss_forward)

@@ -11,12 +11,11 @@ only, and their sum is an all-reduce, too. Each of the two functions is the othe
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cuda_ext._collectives import AllReduce, AllReduceGradient
 from cuda_ext.distributed.checks import DTYPES
 from cuda_ext.distributed.collectives import averages
 from cuda_ext.distributed.process_groups import resolve_group
@@ -46,7 +45,7 @@ def all_reduce(
     group = resolve_group(caller, group)
     is_mean = averages(caller, op)
     _check(caller, tensor)
-    return _AllReduce.apply(tensor / group.size() if is_mean else tensor, group.group_name)
+    return AllReduce.apply(tensor / group.size() if is_mean else tensor, group.group_name)
 
 
 def all_reduce_gradient(tensor: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -58,7 +57,7 @@ def all_reduce_gradient(tensor: Tensor, *, group: dist.ProcessGroup | None = Non
     caller = "cuda_ext.distributed.all_reduce_gradient"
     group = resolve_group(caller, group)
     _check(caller, tensor)
-    return _AllReduceGradient.apply(tensor, group.group_name)
+    return AllReduceGradient.apply(tensor, group.group_name)
 
 
 def _check(caller: str, tensor: Tensor) -> None:
@@ -67,35 +66,3 @@ def _check(caller: str, tensor: Tensor) -> None:
             f"{caller}: expected tensor dense and float32, float16, bfloat16 or float64, got {tensor.dtype} and "
             f"{tensor.layout}"
         )
-
-
-# The compiler understands functional collectives, and can overlap them with independent computation.
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(tensor: Tensor, group_name: str) -> Tensor:
-        collectives = torch.ops._c10d_functional
-        return collectives.wait_tensor(collectives.all_reduce(tensor, "sum", group_name))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
-        ctx.group_name = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _AllReduceGradient.apply(grad, ctx.group_name), None
-
-
-class _AllReduceGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(tensor: Tensor, group_name: str) -> Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
-        ctx.group_name = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _AllReduce.apply(grad, ctx.group_name), None

@@ -1,0 +1,92 @@
+"""Collectives that autograd differentiates any number of times, and that torch.compile understands.
+
+What follows a collective is the same on all ranks of its group, so the gradient of its result is. The functions are
+each other's derivatives in pairs:
+
+    forward                    backward
+    `AllReduceGradient`        identity            sum over ranks          f of Megatron-LM (arXiv 1909.08053)
+    `AllReduce`                sum over ranks      identity                g
+    `AllGather`                all ranks' parts    this rank's part
+    `OwnPart`                  this rank's part    all ranks' parts
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The compiler understands functional collectives, and can overlap them with independent computation.
+
+
+class AllReduce(torch.autograd.Function):
+    """(tensor, name of the group)"""
+
+    @staticmethod
+    def forward(tensor: Tensor, group_name: str) -> Tensor:
+        collectives = torch.ops._c10d_functional
+        return collectives.wait_tensor(collectives.all_reduce(tensor, "sum", group_name))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+        ctx.group_name = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return AllReduceGradient.apply(grad, ctx.group_name), None
+
+
+class AllReduceGradient(torch.autograd.Function):
+    """(tensor, name of the group)"""
+
+    @staticmethod
+    def forward(tensor: Tensor, group_name: str) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+        ctx.group_name = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return AllReduce.apply(grad, ctx.group_name), None
+
+
+class AllGather(torch.autograd.Function):
+    """(tensor of any shape, rank, number of ranks, name of the group) -> (ranks, ...)"""
+
+    @staticmethod
+    def forward(part: Tensor, rank: int, ranks: int, group_name: str) -> Tensor:
+        return gather(part, ranks, group_name)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int, int, str], output: Tensor) -> None:
+        ctx.place = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return OwnPart.apply(grad, *ctx.place), None, None, None
+
+
+class OwnPart(torch.autograd.Function):
+    """(tensor (ranks, ...), rank, number of ranks, name of the group) -> (...)"""
+
+    @staticmethod
+    def forward(parts: Tensor, rank: int, ranks: int, group_name: str) -> Tensor:
+        return parts[rank].clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int, int, str], output: Tensor) -> None:
+        ctx.place = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return AllGather.apply(grad, *ctx.place), None, None, None
+
+
+def gather(part: Tensor, ranks: int, group_name: str) -> Tensor:
+    """The parts of all ranks, (ranks, ...), without a gradient."""
+    collectives = torch.ops._c10d_functional
+    parts = collectives.all_gather_into_tensor(part.contiguous().view(1, -1), ranks, group_name)
+    return collectives.wait_tensor(parts).view(ranks, *part.shape)
