@@ -22,11 +22,6 @@ def gradients(tensors: dict[str, Tensor], **options: Any) -> tuple[Tensor, ...]:
     return torch.autograd.grad(cuda_ext.linear_cross_entropy(**tensors, **options), [tensors[name] for name in names])
 
 
-def bytes_of_two_steps(tensors: dict[str, Tensor], **options: Any) -> tuple[Tensor, ...]:
-    """The largest memory beside what was there before, of two steps with gradients that are dropped."""
-    return gradients(tensors, **options)
-
-
 @pytest.mark.every_backend
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -36,8 +31,6 @@ def test_gradients_go_to_slots(method: str, dtype: torch.dtype, memory_limit: in
     tensors = operands((150,), 390, 33, dtype)
     options: dict[str, Any] = {"method": method, "memory_limit": memory_limit, "label_smoothing": 0.1}
     plain = gradients(tensors, **options)
-    exact = gradients({n: t.detach().double().requires_grad_() if t.is_floating_point() else t for n, t in tensors.items()})
-    assert exact[1].abs().max() > 0
     weight = tensors["linear_weight"]
     reducer = Reducer(weight)
     loss = lambda: cuda_ext.linear_cross_entropy(**tensors, **options)  # noqa: E731
@@ -127,7 +120,7 @@ EPILOGUES = {
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", EPILOGUES)
-@pytest.mark.sampled("combinations of parameters", keep=10)
+@pytest.mark.sampled(cases="every value")
 def test_epilogues_are_as_exact_as_tiles_in_memory(options: str, dtype: torch.dtype, arch: str) -> None:
     """Operands that are contiguous along rows have no epilogue of their own, and are multiplied in the same order."""
     tensors = operands((140,), 523, 64, dtype, bias=True)
@@ -135,7 +128,9 @@ def test_epilogues_are_as_exact_as_tiles_in_memory(options: str, dtype: torch.dt
     other["input"] = other["input"].t().contiguous().t()
     with testing.emulated(arch):
         of_epilogue, of_tiles = (
-            testing_results({n: t.detach().requires_grad_(t.is_floating_point()) for n, t in t.items()}, **EPILOGUES[options])
+            results_of(
+                {n: t.detach().requires_grad_(t.is_floating_point()) for n, t in t.items()}, **EPILOGUES[options]
+            )
             for t in (tensors, other)
         )
     for ours, tiles in zip(of_epilogue, of_tiles, strict=True):
@@ -143,7 +138,7 @@ def test_epilogues_are_as_exact_as_tiles_in_memory(options: str, dtype: torch.dt
         torch.testing.assert_close(ours, tiles, rtol=0, atol=limit)
 
 
-def testing_results(tensors: dict[str, Tensor], **options: Any) -> list[Tensor]:
+def results_of(tensors: dict[str, Tensor], **options: Any) -> list[Tensor]:
     out = cuda_ext.linear_cross_entropy(**tensors, **options, reduction="sum")
     outputs = list(out) if isinstance(out, tuple) else [out]
     leaves = [tensor for tensor in tensors.values() if tensor.requires_grad]
