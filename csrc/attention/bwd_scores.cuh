@@ -185,8 +185,8 @@ struct MinusLse {
   }
 };
 
-// The same of float32 scores, without lse subtracted. An error of lse is one of all probs of a row, so that the only
-// one is that of forward: scores have the sums that they had there, and what is subtracted from them is not rounded.
+// The same of float32 scores, without lse subtracted. An error of what is subtracted is one of all probs of a row. Sums
+// that start at -lse, as those of 16 bits do, are rounded at its size; the difference is rounded at its own.
 template <class Kernel>
 DEVICE void make_float32_probs(typename Kernel::Scores::Accumulators& s, const float* minus_lse,
                                const BackwardPlan& plan, const Visibility& visible, int first_key, int first_query,
