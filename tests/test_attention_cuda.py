@@ -42,7 +42,8 @@ def in_other_order(reference: Callable[..., Any], dim: int, seed: int) -> Callab
 
 
 def check(tensors: dict[str, Tensor], *, packed: bool = False, **options: Any) -> None:
-    """Outputs, lse and the gradients of all leaves: errors at most 2 and 3 times those of plain PyTorch."""
+    """Outputs, lse and the gradients of all leaves: errors at most 2 and 3 times those of plain PyTorch; of
+    float32 gradients 4 times."""
     reference_options: dict[str, int] = {}
     if options.get("dropout_p", 0.0) > 0:
         arguments = {name: tensor.detach() for name, tensor in tensors.items()}
@@ -56,9 +57,10 @@ def check(tensors: dict[str, Tensor], *, packed: bool = False, **options: Any) -
     atol, gradient_factor = ATOL, 3.0
     is_float32 = tensors["value"].dtype == torch.float32
     if is_float32:
-        # Backward computes the probs again, with errors that are independent of those of delta. Of a few rows a BLAS
-        # adds the terms of a logit in vectors, of more rows one after the other, as our kernels may do for all.
-        atol, gradient_factor = ATOL_FLOAT32 * (8 if tensors["query"].shape[-3] <= 16 else 1), 5.0
+        # Backward computes the probs again, with errors that are independent of those of delta: on the CPU one of 1,487
+        # random cases was beyond 3 (at 3.8), and none of 4,114 beyond 4; emulated none of 817 beyond 3. Of a few rows a
+        # BLAS adds the terms of a logit in vectors, of more rows one after the other, as our kernels may do for all.
+        atol, gradient_factor = ATOL_FLOAT32 * (8 if tensors["query"].shape[-3] <= 16 else 1), 4.0
     # The gradient of a sink is a sum over all rows' products of output and its gradient, of outputs that were rounded:
     # independent errors, of which a sink's weight, about a tenth, counts.
     rounded = tensors["value"].shape[-1] * math.prod(tensors["query"].shape[:-2])
@@ -551,14 +553,12 @@ def test_the_same_weights_are_dropped_as_on_a_cpu(options: dict[str, Any], heads
 STEEP = 0.3  # logits up to 13, where a few keys have nearly all the weight and roundings of a logit count
 
 
+@pytest.mark.sampled(cases="every value")
 @pytest.mark.cpu_only("emulated as a test wants it")
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("queries", "causal"), [(1, False), (5, False), (16, False), (300, False), (300, True)])
 def test_float32_is_as_exact_as_that_of_pytorch(dim: int, queries: int, causal: bool) -> None:
-    """On the CPU, and of three products of tf32: at most twice SDPA's error, of the output and each gradient.
-
-    Of fewer than 16 queries SDPA on a CPU multiplies in another way than a GPU's, which is more exact.
-    """
+    """On the CPU, and of three products of tf32: at most twice SDPA's error, of the output and each gradient."""
 
     def results(call: Any, dtype: torch.dtype, inputs: list[Tensor]) -> list[Tensor]:
         *leaves, grad_out = [tensor.to(dtype).requires_grad_() for tensor in inputs]
@@ -569,21 +569,19 @@ def test_float32_is_as_exact_as_that_of_pytorch(dim: int, queries: int, causal: 
         transposed = [leaf.transpose(1, 2) for leaf in leaves]
         return cuda_ext.flash_attention(*transposed, causal=causal, scale=STEEP).transpose(1, 2)
 
-    def emulated(*leaves: Tensor) -> Tensor:
-        with testing.emulated("sm_80"):
-            return ours(*leaves)
-
     def theirs(*leaves: Tensor) -> Tensor:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
             return torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal, scale=STEEP)
 
-    calls = {"SDPA": theirs, "CPU": ours, **({"emulated": emulated} if queries >= 16 else {})}
-    squares = dict.fromkeys(calls, torch.zeros(4))
-    for _ in range(1 if queries > 16 else 8):  # few rows have few errors to average
+    squares = dict.fromkeys(("SDPA", "CPU", "emulated"), torch.zeros(4))
+    for _ in range(max(1, 32 // queries)):  # few rows have few errors to average
         inputs = [torch.randn(1, 2, length, dim) for length in (queries, 300, 300, queries)]
         exact = results(theirs, torch.float64, inputs)
-        for name, call in calls.items():
-            errors = [mine.double() - right for mine, right in zip(results(call, torch.float32, inputs), exact)]
+        computed = {name: results(call, torch.float32, inputs) for name, call in (("SDPA", theirs), ("CPU", ours))}
+        with testing.emulated("sm_80"):  # backward, too
+            computed["emulated"] = results(ours, torch.float32, inputs)
+        for name, tensors in computed.items():
+            errors = [mine.double() - right for mine, right in zip(tensors, exact)]
             squares[name] = squares[name] + torch.stack([error.square().mean().float() for error in errors])
     of_sdpa = squares.pop("SDPA")
     for name, sums in squares.items():

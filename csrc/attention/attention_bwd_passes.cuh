@@ -121,7 +121,7 @@ attention_bwd_sinks(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backw
     const Sequence sequence(p, batch);
     const int first = head * plan.head_rows + first_tile<block_m>(p, plan, batch) * block_m;
     for (int i = arch::thread_index(); i < sequence.q_len; i += threads)
-      sum += arch::fast_exp2(sink + arch::load_global<float>(plan.minus_lse + first + i) * plan.factor) *
+      sum += arch::fast_exp2(sink + arch::load_global<float>(plan.minus_lse + first + i) * plan.lse_to_powers) *
              arch::load_global<float>(plan.minus_delta + first + i);
   }
   sum = arch::sum_over_lanes(sum);

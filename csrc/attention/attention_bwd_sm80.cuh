@@ -48,6 +48,7 @@ template <class T, BackwardConfig config, bool with_options>
 struct Backward {
   using Element = T;
   static constexpr const BackwardConfig& kConfig = config;
+  static constexpr bool kIsFloat32 = sizeof(T) == 4;
   static constexpr bool kWithOptions = with_options;
   static constexpr int kThreads = config.threads();
   static constexpr int kMinBlocks = config.min_blocks;
@@ -169,12 +170,12 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     more = tile != load_struct(shared.task.steps).last;
     const int first_query = tile.index * kBlockM;
     typename Scores::Accumulators s = {}, grad = {};
-    // S^T = K Q^T - lse; with options lse is subtracted later.
-    if constexpr (!Kernel::kWithOptions) start_columns<Kernel>(s, shared.minus_lse);
+    // S^T = K Q^T - lse; in float32, and with options, lse is subtracted later.
+    if constexpr (!Kernel::kWithOptions && !Kernel::kIsFloat32) start_columns<Kernel>(s, shared.minus_lse);
     multiply<typename Kernel::TileQ, kSplit>(rows_of<Scores, typename Kernel::TileK>(base, offsetof(Storage, k)),
                                              columns_of<Scores, typename Kernel::TileQ>(base, offsetof(Storage, q)), s,
                                              p.in_tf32);
-    // dP^T = V dO^T - delta, likewise.
+    // dP^T = V dO^T - delta; with options delta is subtracted later.
     if constexpr (!Kernel::kWithOptions) start_columns<Kernel>(grad, shared.minus_delta);
     multiply<typename Kernel::TileDO, kSplit>(
         rows_of<Scores, typename Kernel::TileV>(base, offsetof(Storage, v)),
@@ -189,7 +190,10 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
       softmax_gradient_with_options<Kernel>(s, grad, p, plan, keys.visible, options, shared.minus_lse,
                                             shared.minus_delta, keys.first, first_query, is_masked);
     } else {
-      make_probs<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
+      if constexpr (Kernel::kIsFloat32)
+        make_float32_probs<Kernel>(s, shared.minus_lse, plan, keys.visible, keys.first, first_query, is_masked);
+      else
+        make_probs<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
       multiply_probs(grad, s);
     }
 

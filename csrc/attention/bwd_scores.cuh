@@ -149,22 +149,62 @@ DEVICE void start_columns(typename Kernel::Scores::Accumulators& x, const float*
   }
 }
 
-// Scores - lse become P. first_key, first_query: of the tile.
+// Scores that a mask hides become -inf. first_key, first_query: of the tile.
+template <class Kernel>
+DEVICE void hide_scores(typename Kernel::Scores::Accumulators& s, const Visibility& visible, int first_key,
+                        int first_query) {
+  using Scores = typename Kernel::Scores;
+  const int thread = Kernel::thread();
+  apply_mask<Scores>(s, [&](int m, int half) {
+    return visible.queries(first_key + Scores::row(m, half, thread)).from(first_query + Scores::column(thread));
+  });
+}
+
+// Scores - lse become P.
 template <class Kernel>
 DEVICE void make_probs(typename Kernel::Scores::Accumulators& s, const BackwardPlan& plan, const Visibility& visible,
                        int first_key, int first_query, bool is_masked) {
   using Scores = typename Kernel::Scores;
-  const int thread = Kernel::thread();
-  if (is_masked)
-    apply_mask<Scores>(s, [&](int m, int half) {
-      return visible.queries(first_key + Scores::row(m, half, thread)).from(first_query + Scores::column(thread));
-    });
+  if (is_masked) hide_scores<Kernel>(s, visible, first_key, first_query);
 #pragma unroll
   for (int m = 0; m < Scores::kRowTiles; ++m)
 #pragma unroll
     for (int n = 0; n < Scores::kColumnTiles; ++n)
 #pragma unroll
       for (int q = 0; q < 4; ++q) s[m][n][q] = arch::fast_exp2(s[m][n][q] * plan.factor);
+}
+
+// -lse in powers of two, rounded, and what rounding drops of it.
+struct MinusLse {
+  float high, low;
+  DEVICE explicit MinusLse(float minus_lse) {
+    constexpr double kLog2e = 1.4426950408889634;
+    constexpr float kHigh = float(kLog2e), kLow = float(kLog2e - kHigh);
+    high = minus_lse * kHigh;
+    low = high == -INFINITY ? 0.0f : arch::fma(minus_lse, kLow, arch::fma(minus_lse, kHigh, -high));
+  }
+};
+
+// The same of float32 scores, without lse subtracted. An error of what is subtracted is one of all probs of a row. Sums
+// that start at -lse, as those of 16 bits do, are rounded at its size; the difference is rounded at its own.
+template <class Kernel>
+DEVICE void make_float32_probs(typename Kernel::Scores::Accumulators& s, const float* minus_lse,
+                               const BackwardPlan& plan, const Visibility& visible, int first_key, int first_query,
+                               bool is_masked) {
+  using Scores = typename Kernel::Scores;
+  const int thread = Kernel::thread();
+  if (is_masked) hide_scores<Kernel>(s, visible, first_key, first_query);
+#pragma unroll
+  for (int n = 0; n < Scores::kColumnTiles; ++n) {
+    const int column = Scores::column(thread) + Scores::column_step(n);
+    const auto pair = arch::load_shared<arch::Words2>(arch::shared_address(minus_lse + column));
+    const MinusLse lse[2] = {MinusLse(arch::bits_float(pair.data[0])), MinusLse(arch::bits_float(pair.data[1]))};
+#pragma unroll
+    for (int m = 0; m < Scores::kRowTiles; ++m)
+#pragma unroll
+      for (int q = 0; q < 4; ++q)
+        s[m][n][q] = arch::fast_exp2(arch::fma(s[m][n][q], plan.factor, lse[q % 2].high) + lse[q % 2].low);
+  }
 }
 
 // dP - delta becomes dS.

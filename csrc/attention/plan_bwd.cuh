@@ -22,13 +22,14 @@ struct BackwardPlan {
   int splits = 1;       // blocks that share the loop over the queries of a tile of keys
   int head_rows = 0;    // rows of a head in the workspace, all sequences padded to tiles
   float factor;         // converts the argument of softmax to powers of two
-  float lse_factor;     // converts natural logarithms to the argument of softmax
+  float lse_factor;     // converts natural logarithms to the unit of minus_lse
   LogitOptions logits;
   float kept_scale = 1.0f;  // 1 / (1 - dropout_p)
+  float lse_to_powers;      // converts minus_lse to powers of two
   Dropout dropout;
   int64_t query_pass = 0, grad_out_pass = 0;  // bytes between the lines that a thread copies
   // In the workspace.
-  float* minus_lse = nullptr;    // (heads, head_rows), in units of logits before `factor`; -inf if the row sees no key
+  float* minus_lse = nullptr;    // (heads, head_rows), -lse_factor lse; -inf if the row sees no key
   float* minus_delta = nullptr;  // (heads, head_rows)
   float* grad_query = nullptr;   // sums, (heads, head_rows / block_m) tiles; null if dQ has a separate kernel
   uint32_t* dq_semaphore =
@@ -83,7 +84,10 @@ BackwardPlan plan_backward(const AttentionBackwardParams& p, const Config& confi
   plan.schedule.head_batches = int(head_batches);
   plan.head_rows = int(query_tiles * config.block_m);
   plan.factor = float(with_options ? kLog2e : p.scale * kLog2e);
-  plan.lse_factor = float(with_options ? 1.0 : 1.0 / p.scale);
+  // float32 has it in the unit of the lse that it gets, which another would round again (MinusLse in bwd_scores.cuh).
+  const bool natural_lse = with_options || p.dtype == Dtype::kFloat32;
+  plan.lse_factor = float(natural_lse ? 1.0 : 1.0 / p.scale);
+  plan.lse_to_powers = float(natural_lse ? kLog2e : p.scale * kLog2e);
   plan.logits = logit_options_of(p);
   plan.kept_scale = float(1 / (1 - p.dropout_p));
   plan.dropout = dropout_of(p);
