@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.model.bucket_work import Pack
+from benchmarks.model.loss_work import LossProblem
 from benchmarks.suites.bench_attention import Problem
 
 # Squares; a Llama-like layer of width 4096 on 8192 tokens (QKV, output, up, down, and a weight's gradient) and its
@@ -35,3 +36,7 @@ PROBLEMS = [
     for causal in (False, True)
     for length in LENGTHS
 ]
+
+# Losses of a vocabulary: rows, classes, features.
+LOSSES = [LossProblem(*sizes) for sizes in ((8192, 131072, 4096), (4096, 131072, 4096), (32768, 131072, 4096))]
+LOSSES += [LossProblem(*sizes) for sizes in ((8192, 131072, 2048), (8192, 32768, 2048), (8192, 262144, 1152))]

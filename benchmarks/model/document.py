@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 from benchmarks import comparison, results
+from benchmarks.model.cases import LOSSES
 from benchmarks.model.evidence import NotModelledError
 from benchmarks.model.gpus import GPUS, Gpu
+from benchmarks.model.loss_work import predict_loss
 from benchmarks.model.predicted import GROUPS, compare, groups, made_up
 from benchmarks.model.prediction import predict_attention, predict_gemm
 from benchmarks.model.tables import markdown
@@ -16,6 +18,8 @@ from benchmarks.suites.bench_attention import Problem
 DOCUMENT = results.ROOT.parents[1] / "docs" / "model.md"
 BEGIN = "<!-- written by python -m benchmarks model --write -->"
 BEGIN_SHARES = "<!-- shares of the fastest library, written by python -m benchmarks model --write -->"
+BEGIN_LOSSES = "<!-- losses, written by python -m benchmarks model --write -->"
+LOSS_GPU, LOSS_LIMIT = GPUS["h200"], 4 * 2**30
 MEASURED = GPUS["h100"]
 MEASUREMENTS = results.ROOT / MEASURED.folder
 
@@ -48,6 +52,28 @@ def shared_of(gpu: Gpu) -> list[float | None]:
     return found
 
 
+def losses() -> str:
+    """Losses of bfloat16 operands, with the default limit of memory, and with LOSS_LIMIT for gradients in forward."""
+    head = ["M, K, V", "product alone, ms", "forward, ms", "of the product's rate", "forward + backward, ms"]
+    head += ["of 4/3 of three products", "gradients in forward, 4 GiB, ms", "TFLOP/s of three products"]
+    rows = []
+    for problem in LOSSES:
+        p, large = predict_loss(LOSS_GPU, problem), predict_loss(LOSS_GPU, problem, LOSS_LIMIT)
+        both = p.forward + p.backward
+        rows.append(
+            [
+                f"{problem.rows}, {problem.features}, {problem.classes}",
+                *(f"{1e3 * seconds:.2f}" for seconds in (p.product, p.forward)),
+                f"{p.product / p.forward:.2f}",
+                f"{1e3 * both:.2f}",
+                f"{both / (4 / 3 * p.three_products):.2f}",
+                f"{1e3 * large.in_forward:.2f}",
+                f"{3 * problem.flops / large.in_forward / 1e12:.0f}",
+            ]
+        )
+    return markdown(head, rows)
+
+
 def share(of_library: float | None) -> str:
     return "" if of_library is None else f"{of_library:.2f}"
 
@@ -64,4 +90,5 @@ def predicted_times() -> str:
 def write() -> None:
     DOCUMENT.write_text(with_section(DOCUMENT, BEGIN, table()))
     DOCUMENT.write_text(with_section(DOCUMENT, BEGIN_SHARES, shares()))
+    DOCUMENT.write_text(with_section(DOCUMENT, BEGIN_LOSSES, losses()))
     comparison.PREDICTED.write_text(predicted_times())
