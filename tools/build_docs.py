@@ -98,7 +98,7 @@ CONTENTS = {
         "measurements",
         "changelog",
     ),
-    "Existing models": ("transformers", "sdpa", "patch", "generation", "export"),
+    "Existing models": ("transformers", "sdpa", "patch", "loss", "generation", "export"),
     "Examples": tuple(f"examples/{name}" for name in TITLES),
     "API": tuple(f"api/{name}" for name in API),
     "Contribute": ("contributing", "glossary", "architecture", "emulator", "gpu-check", "gpu"),
