@@ -211,6 +211,12 @@ def test_autocast(name: str) -> None:
     assert integration.calls()["served"] == {"linear_cross_entropy": 1}
 
 
+def test_on_the_meta_device() -> None:
+    model = patched(decoder("llama", "eager")).to("meta")
+    out = model(**{name: value.to("meta") for name, value in batch().items()})
+    assert out.loss.shape == () and out.logits is None
+
+
 # What the model returns
 
 

@@ -79,6 +79,7 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
         {
             "cuda_ext.integrations.transformers": (),
             "cuda_ext.integrations.sdpa": (),
+            "cuda_ext.integrations.linear_cross_entropy": (),
             "cuda_ext.integrations.onnx": (),
         },
     ),

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cuda_ext._checks import autocasts
 from cuda_ext.integrations.patching.blocks import parameters_of, takes
 from cuda_ext.integrations.patching.fusions import Path, is_plain, module_at
 from cuda_ext.integrations.transformers.names import counter
@@ -215,7 +216,7 @@ def _cross_entropy(
         softcap=softcap,
         scale=input.inner * softcap if softcap else input.inner,
     )
-    found: Tensor = loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
+    found: Tensor = loss if autocasts(input.device) else loss.to(input.dtype)
     return found
 
 
@@ -231,8 +232,7 @@ def head_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         if getattr(self, FLAG) and "_cuda_ext_recipe" in type(self).__dict__ and is_plain(self) and takes(input):
             weights = parameters_of(self, input)
             if weights is not None:
-                autocast = torch.is_autocast_enabled(input.device.type)
-                dtype = torch.get_autocast_dtype(input.device.type) if autocast else input.dtype
+                dtype = torch.get_autocast_dtype(input.device.type) if autocasts(input.device) else input.dtype
                 return StandIn(input, *weights, dtype)
         return original(self, input)
 
