@@ -10,7 +10,7 @@ import contextlib
 import copy
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -90,7 +90,8 @@ class GPT(nn.Module):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        return linear_cross_entropy(x, self.head.weight, targets)  # of these logits, which are never in memory
+        """That of the logits, which are never in memory."""
+        return cast("Tensor", linear_cross_entropy(x, self.head.weight, targets))
 
 
 class PlainAttention(nn.Module):
