@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -433,3 +434,36 @@ def test_trainer(tmp_path: Any) -> None:
         found[-1].append(trainer.evaluate(rows)["eval_loss"])
     assert len(found[0]) == 4
     torch.testing.assert_close(*map(torch.tensor, found), rtol=1e-5, atol=0)
+
+
+@pytest.mark.sampled
+@on_ranks(2)
+def test_wrapped_for_several_ranks() -> None:
+    """The output layer belongs to the model's own unit of FSDP2, or is one with hooks."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    def sharded(model: Any, *parts: str) -> nn.Module:
+        for part in parts:
+            fully_shard(model.get_submodule(part))
+        return fully_shard(model, reshard_after_forward=True)
+
+    def sharded_head(model: Any) -> nn.Module:
+        return sharded(model, "lm_head")
+
+    torch.manual_seed(5)
+    start, inputs = decoder("llama", "eager"), batch()
+    expected = start(**inputs)
+    expected.loss.backward()
+    for wrap, served in ((DistributedDataParallel, True), (sharded, True), (sharded_head, False)):
+        model = patched(start)
+        model.zero_grad()
+        wrapped = wrap(model)
+        integration.calls(reset=True)
+        loss = wrapped(**inputs).loss
+        assert bool(integration.calls()["served"]) == served
+        torch.testing.assert_close(loss, expected.loss, rtol=1e-6, atol=0)
+        loss.backward()
+        gradient = model.lm_head.weight.grad
+        full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        torch.testing.assert_close(full, start.lm_head.weight.grad, rtol=1e-5, atol=1e-9)
