@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers_models import SIZES, decoder, ids
+from transformers_models import SEQ2SEQ, SIZES, decoder, ids
 
 import cuda_ext
 from cuda_ext.integrations import transformers as integration
@@ -193,9 +194,17 @@ def test_the_loss_of_a_router_is_added() -> None:
     assert model(**inputs).aux_loss == reference(**inputs).aux_loss > 0.1
 
 
-def test_encoder_and_decoder() -> None:
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_encoder_and_decoder(name: str) -> None:
+    """BART adds a bias to its logits."""
     import transformers as hf
 
+    reference: Any
+    if name == "bart":
+        reference = hf.BartForConditionalGeneration(hf.BartConfig(**SEQ2SEQ | {"vocab_size": VOCABULARY})).double()
+        reference.final_logits_bias.normal_()
+        assert_same(patched(reference), reference, batch())
+        return
     sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "dropout_rate": 0}
     reference = hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=VOCABULARY, **sizes, decoder_start_token_id=0))
     assert_same(patched(reference.double()), reference, batch())
@@ -354,6 +363,11 @@ def test_stand_ins_behave_as_logits() -> None:
         lambda z: z.view(-1, 10) + 1,
         lambda z: z.reshape(-1),
         lambda z: z * torch.ones(5) - bias / z,
+        lambda z: (z + bias + bias[None]) * 0.5,
+        lambda z: z * 2 + bias,
+        lambda z: z + 1 + expected[0, 0, 0],
+        lambda z: z + bias.double(),
+        lambda z: bias + z,
         lambda z: -z,
         lambda z: z.argmax(-1),
         lambda z: torch.cat([z, expected], 1),
@@ -367,6 +381,43 @@ def test_stand_ins_behave_as_logits() -> None:
         actual = function(stand_in)
         actual = actual.formed() if isinstance(actual, StandIn) else actual
         torch.testing.assert_close(actual, function(expected))
+
+
+@pytest.mark.sampled(full=True)
+def test_every_model_that_transformers_can_make_small() -> None:
+    """Their losses and gradients, whether logits are formed or not."""
+    from transformers.models.auto import modeling_auto as auto
+
+    kinds = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM")
+    served, formed = set(), set()
+    for config, model in [pair for kind in kinds for pair in getattr(auto, f"MODEL_FOR_{kind}_MAPPING").items()]:
+        model = model if isinstance(model, type) else model[0]
+        reference = smallest(config, model)
+        inputs = {"input_ids": ids(2, 9), "labels": ids(2, 9)}
+        try:
+            assert reference is not None and reference(**inputs).loss is not None
+        except Exception:
+            continue  # it needs other sizes, or other inputs
+        integration.calls(reset=True)
+        losses = [each(**inputs).loss for each in (patched(reference), reference)]
+        torch.testing.assert_close(*losses, rtol=1e-4, atol=0, msg=model.__name__)
+        (served if integration.calls()["served"] else formed).add(model.__name__)
+    assert len(served) > 140 and len(formed) < 10, (served, formed)
+
+
+def smallest(config: Any, kind: Any) -> Any:
+    known = set().union(*(vars(each).get("__annotations__", {}) for each in config.__mro__))
+    known |= set(inspect.signature(config.__init__).parameters)
+    changes = {**SIZES, **SEQ2SEQ, "eos_token_id": 2, "num_hidden_layers": 1, "vocab_size": VOCABULARY}
+    changes |= {"n_embd": 64, "n_layer": 1, "n_head": 4, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4}
+    changes |= {"ffn_dim": 96, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+    try:
+        settings = config(**{name: value for name, value in changes.items() if name in known})
+        with torch.device("meta"):
+            parameters = sum(each.numel() for each in kind(settings).parameters())
+        return kind(settings).float().eval() if parameters < 3e6 else None
+    except Exception:
+        return None
 
 
 # Compilers and memory

@@ -1,7 +1,8 @@
 """A model's loss without its logits, while the model's own forward runs.
 
 The output layer returns a stand-in: what the logits would be computed from. The stand-in goes through what models do to
-logits before their loss, which are a factor, tanh, another view of the rows, a conversion. Its cross entropy is
+logits before their loss, which are a bias, a
+factor, tanh, another view of the rows, a conversion. Its cross entropy is
 `cuda_ext.linear_cross_entropy`. Any other operation forms the logits and takes them, so nothing depends on this list
 but memory and time: `cuda_ext.integrations.transformers.calls()` then has the name of the operation.
 """
@@ -97,6 +98,15 @@ class StandIn:
             return self._next(torch.div, other, inner=self.inner / other)
         return self._next(torch.div, other, outer=self.outer / other)
 
+    def __add__(self, other: Any) -> Any:
+        """Of a bias that the model keeps apart from its output layer, as BART does."""
+        classes = self.weight.shape[0]
+        is_bias = isinstance(other, Tensor) and tuple(other.shape) in ((classes,), (1, classes))
+        if not is_bias or self.steps or other.dtype != self.weight.dtype:
+            return _form(torch.add, (self, other))
+        bias = other.view(classes) if self.bias is None else other.view(classes) + self.bias
+        return StandIn(self.input, self.weight, bias, self.dtype)
+
     def tanh(self) -> Any:
         return self._next(torch.tanh, outer=1.0) if self.outer is None else _form(torch.tanh, (self,))
 
@@ -156,7 +166,7 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 # Python looks these up in the class, past __getattr__.
-for _name in ("add", "radd", "sub", "rsub", "rtruediv", "pow", "matmul", "eq", "ne", "lt", "le", "gt", "ge"):
+for _name in ("radd", "sub", "rsub", "rtruediv", "pow", "matmul", "eq", "ne", "lt", "le", "gt", "ge"):
     setattr(StandIn, f"__{_name}__", _operator(f"__{_name}__"))
 for _name in ("neg", "abs", "len", "bool", "iter", "setitem"):
     setattr(StandIn, f"__{_name}__", _operator(f"__{_name}__"))
