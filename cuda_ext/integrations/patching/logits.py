@@ -1,10 +1,9 @@
 """A model's loss without its logits, while the model's own forward runs.
 
-The output layer returns a stand-in: what the logits would be computed from. The stand-in goes through what models do to
-logits before their loss, which are a bias, a
-factor, tanh, another view of the rows, a conversion. Its cross entropy is
-`cuda_ext.linear_cross_entropy`. Any other operation forms the logits and takes them, so nothing depends on this list
-but memory and time: `cuda_ext.integrations.transformers.calls()` then has the name of the operation.
+The output layer returns a stand-in: what the logits would be computed from. It goes through what models do to logits
+before their loss: a bias, a factor, tanh, another view of the rows, a conversion. Its cross entropy is
+`cuda_ext.linear_cross_entropy`. Any other operation forms the logits and takes them, so only memory and time depend on
+this list, and `cuda_ext.integrations.transformers.calls()` then has the name of the operation.
 """
 
 from __future__ import annotations
@@ -104,8 +103,8 @@ class StandIn:
         is_bias = isinstance(other, Tensor) and tuple(other.shape) in ((classes,), (1, classes))
         if not is_bias or self.steps or other.dtype != self.weight.dtype:
             return _form(torch.add, (self, other))
-        bias = other.view(classes) if self.bias is None else other.view(classes) + self.bias
-        return StandIn(self.input, self.weight, bias, self.dtype)
+        bias = other.reshape(classes)
+        return StandIn(self.input, self.weight, bias if self.bias is None else bias + self.bias, self.dtype)
 
     def tanh(self) -> Any:
         return self._next(torch.tanh, outer=1.0) if self.outer is None else _form(torch.tanh, (self,))
@@ -134,9 +133,10 @@ class StandIn:
         return self.view(*shape)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, tuple) and all(type(each) is slice or each is Ellipsis for each in index):
-            whole = len(index) < self.ndim if Ellipsis not in index else index[-1] in (Ellipsis, slice(None))
-            if whole or (len(index) == self.ndim and index[-1] == slice(None)):
+        if isinstance(index, tuple) and index and all(type(each) is slice or each is Ellipsis for each in index):
+            sliced = len(index) - index.count(Ellipsis)  # dimensions
+            of_classes = index[-1] is not Ellipsis and (Ellipsis in index or sliced == self.ndim)
+            if index[-1] == slice(None) if of_classes else sliced < self.ndim:
                 return self._of_rows(self.input[index])
         return _form(Tensor.__getitem__, (self, index))
 
