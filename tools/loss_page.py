@@ -35,7 +35,6 @@ from benchmarks.presentation.formatting import (  # noqa: E402
 from benchmarks.presentation.memory_plots import draw_memory  # noqa: E402
 from benchmarks.results import OURS, Measurement  # noqa: E402
 from benchmarks.suites import baselines, bench_loss  # noqa: E402
-from cuda_ext import loss  # noqa: E402
 
 PAGE, PLOT = ROOT / "docs" / "loss.md", ROOT / "docs" / "loss_memory.svg"
 BEGIN = "<!-- written by tools/loss_page.py -->"
@@ -53,9 +52,7 @@ def peak() -> int:
 
 def step(side: str, rows: int, classes: int, limit: int) -> tuple[int, float]:
     """Peak memory of a step in bytes, and the seconds of the fastest of three. `limit`: 0 for the default."""
-    if limit:
-        loss.MEMORY_LIMIT["cpu"] = limit
-    function: Any = {OURS: bench_loss.ours("auto"), "PyTorch": bench_loss.plain}.get(side)
+    function: Any = {OURS: bench_loss.ours("auto", limit or None), "PyTorch": bench_loss.plain}.get(side)
     if function is None:
         function = baselines.torch_linear_cross_entropy()
     bench_loss.trained(function, bench_loss.Inputs("cpu", 8, 8, 8, "float32"))()  # PyTorch starts threads at the first

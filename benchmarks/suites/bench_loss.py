@@ -74,8 +74,8 @@ def evaluated(loss: Loss, given: Inputs) -> Call:
     return call
 
 
-def ours(method: str) -> Loss:
-    return functools.partial(cuda_ext.linear_cross_entropy, method=method)  # type: ignore[return-value]
+def ours(method: str, memory_limit: int | None = None) -> Loss:
+    return functools.partial(cuda_ext.linear_cross_entropy, method=method, memory_limit=memory_limit)  # type: ignore[return-value]
 
 
 def sides_of(device: str, run: Callable[[Loss, Inputs], Call]) -> dict[str, Any]:
