@@ -39,9 +39,9 @@ from benchmarks.suites import baselines, bench_loss  # noqa: E402
 PAGE, PLOT = ROOT / "docs" / "loss.md", ROOT / "docs" / "loss_memory.svg"
 BEGIN = "<!-- written by tools/loss_page.py -->"
 CHUNKED = "linear_cross_entropy"  # the name of PyTorch's loss in the benchmarks
-FEATURES, ROWS, CLASSES = 128, 2048, 65536
-VOCABULARIES = (8192, 16384, 32768, 65536, 131072, 262144)
-TOKENS = (512, 1024, 2048, 4096, 8192)
+FEATURES, ROWS, CLASSES = 256, 2048, 32768
+VOCABULARIES = (8192, 16384, 32768, 65536, 131072)
+TOKENS = (512, 1024, 2048, 4096)
 LIMITS_MIB = (1, 8, 32, 128, 512)
 
 
@@ -51,7 +51,7 @@ def peak() -> int:
 
 
 def step(side: str, rows: int, classes: int, limit: int) -> tuple[int, float]:
-    """Peak memory of a step in bytes, and the seconds of the fastest of three. `limit`: 0 for the default."""
+    """Peak memory of a step in bytes, and its seconds; with a `limit` those of the fastest of three. 0: the default."""
     function: Any = {OURS: bench_loss.ours("auto", limit or None), "PyTorch": bench_loss.plain}.get(side)
     if function is None:
         function = baselines.torch_linear_cross_entropy()
@@ -64,7 +64,7 @@ def step(side: str, rows: int, classes: int, limit: int) -> tuple[int, float]:
     seconds = [time.perf_counter() - begin]
     grown = peak() - before - sum(each.numel() * each.element_size() for each in out)
     del out
-    while len(seconds) < 3:
+    while limit and len(seconds) < 3:
         begin = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - begin)

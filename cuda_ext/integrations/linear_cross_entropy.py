@@ -26,7 +26,7 @@ from cuda_ext._checks import autocasts
 from cuda_ext._switch import Enabled, Switch
 from cuda_ext.integrations.counting import Calls
 
-__all__ = ["Enabled", "calls", "disable", "enable", "is_enabled"]
+__all__ = ["calls", "disable", "enable", "is_enabled"]
 
 _NAME = "linear_cross_entropy"
 _KINDS = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
