@@ -32,6 +32,11 @@ def is_floating(dtype: torch.dtype) -> bool:
     return dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is enabled for ops on this kind of device. For that of meta, PyTorch raises an error."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
 def check_floating(op: str, name: str, tensor: Tensor) -> None:
     check(
         is_floating(tensor.dtype),

@@ -10,13 +10,14 @@ import contextlib
 import copy
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from report import UserError
 from torch import Tensor, nn
 
+from cuda_ext import linear_cross_entropy
 from cuda_ext.nn import GatedMLP, SelfAttention, separated
 
 VOCABULARY = 256
@@ -81,9 +82,16 @@ class GPT(nn.Module):
         x = self.embedding(tokens)
         for n, block in enumerate(self.blocks):
             x = block(x) if cache is None else block(x, cache[n])
-        logits = self.head(self.norm(x))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        x = self.norm(x)
+        return self.logits(x) if targets is None else self.loss(x, targets)
+
+    def logits(self, x: Tensor) -> Tensor:
+        logits = self.head(x)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """That of the logits, which are never in memory."""
+        return cast("Tensor", linear_cross_entropy(x, self.head.weight, targets))
 
 
 class PlainAttention(nn.Module):
@@ -133,6 +141,9 @@ class PlainGPT(GPT):
         super().__init__(config)
         for block in self.blocks:
             block.attention, block.mlp = PlainAttention(config), PlainMLP(config)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(x).flatten(0, 1), targets.flatten())
 
 
 def check_one_step(

@@ -78,7 +78,7 @@ def left_out(items: Sequence[pytest.Item], seed: int = SEED) -> dict[pytest.Item
         on_gpu = item.get_closest_marker("cuda")  # slow is only what is emulated or compiled
         assert settings.get("check", check) in CHECKS
         if settings.get("full"):
-            found[item] = "more tests of nvcc's code"
+            found[item] = "tests that run only with --full"
         elif settings.get("check", check) != check and not on_gpu:
             found[item] = f"tests of the check {settings['check']!r}"
         elif settings.get("slow") and not on_gpu and random.Random(f"{seed} {item.nodeid}").randrange(ONE_IN):

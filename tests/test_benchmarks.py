@@ -34,6 +34,7 @@ from benchmarks.suites import (
     bench_bucket,
     bench_build,
     bench_gemm,
+    bench_loss,
     bench_overhead,
     bench_train,
     measure,
@@ -45,6 +46,7 @@ from benchmarks.suites.measure import AGAIN, Case, Failure, Method
 SUITES = {
     "gemm": bench_gemm,
     "attention": bench_attention,
+    "loss": bench_loss,
     "bucket": bench_bucket,
     "train": bench_train,
     "overhead": bench_overhead,
@@ -404,6 +406,11 @@ SMALL_CASES = [
         for heads in (2, 0)
     ),
     *bench_overhead.cases("cpu"),
+    *(
+        make(device="cpu", rows=30, features=8, classes=70, dtype=dtype)
+        for make in (bench_loss.step, bench_loss.forward)
+        for dtype in ("float32", "bfloat16")
+    ),
 ]
 
 
@@ -413,6 +420,8 @@ class TestCases:
         case = dataclasses.replace(case, input_bytes=0.0)  # one set of inputs suffices
         rows = measured(case, seconds=0.0)
         assert OURS in rows
+        if not hasattr(torch.nn.functional, "linear_cross_entropy") and case.op == "linear_cross_entropy":
+            assert rows.pop("linear_cross_entropy").failure == "not installed: PyTorch 2.13"
         for side, row in rows.items():
             assert row.seconds and not row.failure, f"{side}: {row.failure}"
 
@@ -440,7 +449,7 @@ class TestCases:
             bench_build._seconds([sys.executable, "-c", "import time; time.sleep(9)"], ROOT, {}, limit=1)
 
     @pytest.mark.parametrize("device", ["cpu", "cuda"])
-    @pytest.mark.parametrize("suite", ["gemm", "attention", "bucket", "train", "build"])
+    @pytest.mark.parametrize("suite", ["gemm", "attention", "loss", "bucket", "train", "build"])
     def test_names_of_cases_are_unique(self, suite: str, device: str) -> None:
         cases = list(SUITES[suite].cases(device))
         names = [(c.op, c.phase, c.name, c.dtype, c.group) for c in cases]
@@ -570,7 +579,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["gem"], "expected suites of gemm, attention, bucket, train, overhead, build, plans, got gem"),
+            (["gem"], "expected suites of gemm, attention, loss, bucket, train, overhead, build, plans, got gem"),
             (["--only", "("], "expected a regular expression"),
             (["--minutes", "0"], "expected more than 0"),
             (["--device", "tpu"], "invalid choice"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-PAGES = ("export", "transformers", "sdpa", "patch")
+PAGES = ("export", "transformers", "sdpa", "patch", "loss")
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -229,7 +229,7 @@ def test_models(name: str) -> None:
     model.double()
     reference = copy.deepcopy(model)
     parameters, classes = dict(model.named_parameters()), {n: type(m) for n, m in model.named_modules()}
-    report = cuda_ext.patch(model, attention=False)
+    report = cuda_ext.patch(model, attention=False, loss=False)
     assert {kind: len(names) for kind, names in report.swapped.items()} == swapped, report
     assert list(model.state_dict()) == list(reference.state_dict())
     assert all(parameter is parameters[key] for key, parameter in model.named_parameters())
@@ -239,7 +239,7 @@ def test_models(name: str) -> None:
         reference.train(training)
         assert_same(model, reference, inputs)
     assert ops_of(lambda: output(model, inputs)) == ops
-    assert cuda_ext.patch(model, attention=False).swapped == {}
+    assert cuda_ext.patch(model, attention=False, loss=False).swapped == {}
     cuda_ext.unpatch(model)
     assert {n: type(m) for n, m in model.named_modules()} == classes
     assert ops_of(lambda: output(model, inputs)) == {}
@@ -907,10 +907,10 @@ def integration() -> Iterator[None]:
 def test_attention_of_transformers(integration: None) -> None:
     model = small()
     expected, previous = logits(model), model.config._attn_implementation
-    report = cuda_ext.patch(model, mlp=False)
+    report = cuda_ext.patch(model, mlp=False, loss=False)
     assert report.swapped == {"attention": ["(the model, LlamaForCausalLM)"]} and not report.left
     assert model.config._attn_implementation == "cuda_ext"
-    assert cuda_ext.patch(model, mlp=False).swapped == {}
+    assert cuda_ext.patch(model, mlp=False, loss=False).swapped == {}
     integrations.transformers.calls(reset=True)
     torch.testing.assert_close(logits(model), expected)
     assert integrations.transformers.calls()["served"] == {"flash_attention": model.config.num_hidden_layers}
@@ -959,7 +959,9 @@ def test_report() -> None:
     assert compressed([f"a.{n}.b.{m}" for n in range(2) for m in range(3)]) == ["a.{0,1}.b.{0..2}"]
     model, _ = causal("Llama", num_hidden_layers=3)
     assert str(cuda_ext.patch(model, attention=False)) == (
-        "cuda_ext.patch: swapped\n  gated MLP  3  model.layers.{0..2}.mlp"
+        "cuda_ext.patch: swapped\n"
+        "  gated MLP  3  model.layers.{0..2}.mlp\n"
+        "  loss       1  (the model, LlamaForCausalLM)"
     )
     text = str(cuda_ext.patch(nn.ModuleList([Block(nn.Sigmoid()), GateInLastRows()])))
     assert text.splitlines()[0:2] == ["cuda_ext.patch: swapped", "  nothing"]

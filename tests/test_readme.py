@@ -38,6 +38,7 @@ def test_models() -> None:
 def test_ops() -> None:
     names = run(OPS)
     assert names["h"].shape == (4, 128, 2048) and names["h"].requires_grad
+    assert names["loss"].shape == () and names["loss"].requires_grad
     assert names["o"].shape == (4, 128, 8, 64) and names["lse"].shape == (4, 8, 128)
 
 

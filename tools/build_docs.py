@@ -79,6 +79,7 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
         {
             "cuda_ext.integrations.transformers": (),
             "cuda_ext.integrations.sdpa": (),
+            "cuda_ext.integrations.linear_cross_entropy": (),
             "cuda_ext.integrations.onnx": (),
         },
     ),
@@ -98,7 +99,7 @@ CONTENTS = {
         "measurements",
         "changelog",
     ),
-    "Existing models": ("transformers", "sdpa", "patch", "generation", "export"),
+    "Existing models": ("transformers", "sdpa", "patch", "loss", "generation", "export"),
     "Examples": tuple(f"examples/{name}" for name in TITLES),
     "API": tuple(f"api/{name}" for name in API),
     "Contribute": ("contributing", "glossary", "architecture", "emulator", "gpu-check", "gpu"),

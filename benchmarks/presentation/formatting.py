@@ -49,6 +49,18 @@ def byte_rate(count: float) -> str:
     return digits(count / 1e12, " TB/s") if count >= 0.9995e12 else digits(count / 1e9, " GB/s")
 
 
+def byte_count(count: float) -> str:
+    for scale, unit in ((1e9, "GB"), (1e6, "MB")):
+        if count >= 0.9995 * scale:
+            return digits(count / scale, f" {unit}")
+    return digits(count / 1e3, " kB")
+
+
+def power_of_two(value: float) -> str:
+    """128k for 131072."""
+    return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
+
+
 def rate(m: Measurement) -> str:
     """FLOP/s if operations are counted, else bytes/s."""
     if m.tflops is not None:

@@ -7,6 +7,7 @@ MEANINGS = {
     "unfused": "the same in separate PyTorch ops",
     "SDPA": "`scaled_dot_product_attention`",
     "SDPA, each": "one SDPA call per sequence of a packed batch",
+    "linear_cross_entropy": "`torch.nn.functional.linear_cross_entropy` in chunks",
     "passes": "PyTorch calls with the same result: copy, then scale and overflow check, then norm",
     "foreach": "`torch._foreach_copy_` only: no scale, check or norm",
     "copy_": "one `copy_` of as many bytes: no scale, check or norm",
@@ -18,6 +19,8 @@ MEANINGS = {
 # Not alternatives to ours: lower bounds, and other options of ours.
 REFERENCES = {
     "no communication": "the same step without exchanging gradients",
+    "cuda_ext, forward": "ours with gradients formed in forward",
+    "cuda_ext, recompute": "ours with logits formed again in backward",
     "cuda_ext, bf16 wire": "ours with bfloat16 transfers",
     "cuda_ext, over sockets": "ours over sockets instead of shared memory",
     "cuda_ext, float32 over sockets": "ours over sockets, summed in float32",

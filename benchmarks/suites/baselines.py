@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.suites.measure import Call, Failure
+from benchmarks.suites.measure import NOT_INSTALLED, Call, Failure
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
@@ -52,6 +52,28 @@ def _layout(matrix: Tensor) -> str:
 def quack(a: Tensor, b: Tensor) -> Call:
     gemm = importlib.import_module("quack.gemm_interface").gemm
     return lambda: gemm(a, b)
+
+
+# The loss of a vocabulary: functions of input (M, K), weight (V, K) and target (M,).
+
+
+def torch_linear_cross_entropy() -> Callable[..., Tensor]:
+    """In chunks."""
+    function = getattr(F, "linear_cross_entropy", None)
+    if function is None:
+        raise Failure(f"{NOT_INSTALLED}: PyTorch 2.13")
+    return functools.partial(function, options=torch.nn.LinearCrossEntropyOptions())  # type: ignore[attr-defined]
+
+
+def liger_linear_cross_entropy() -> Callable[..., Tensor]:
+    function: Callable[..., Tensor]
+    function = importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
+    return function
+
+
+def cut_cross_entropy() -> Callable[..., Tensor]:
+    function: Callable[..., Tensor] = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+    return function
 
 
 # Attention: inputs are q (B, Sq, H, D), k and v (B, Sk, Hk, D).

@@ -2,6 +2,7 @@
 
 cuda_ext.integrations.transformers.enable()   # attn_implementation="cuda_ext"
 cuda_ext.integrations.sdpa.enable()           # torch.nn.functional.scaled_dot_product_attention
+cuda_ext.integrations.linear_cross_entropy.enable()   # torch.nn.functional.linear_cross_entropy
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cuda_ext.integrations import onnx, sdpa, transformers
+    from cuda_ext.integrations import linear_cross_entropy, onnx, sdpa, transformers
 
-__all__ = ["onnx", "sdpa", "transformers"]
+__all__ = ["linear_cross_entropy", "onnx", "sdpa", "transformers"]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,5 +4,15 @@ from cuda_ext.nn.attention import RotaryEmbedding, SelfAttention
 from cuda_ext.nn.cache import KeyValueCache
 from cuda_ext.nn.joint_weights import separated
 from cuda_ext.nn.linear import MLP, GatedMLP, Linear
+from cuda_ext.nn.loss import LinearCrossEntropyLoss
 
-__all__ = ["MLP", "GatedMLP", "KeyValueCache", "Linear", "RotaryEmbedding", "SelfAttention", "separated"]
+__all__ = [
+    "MLP",
+    "GatedMLP",
+    "KeyValueCache",
+    "Linear",
+    "LinearCrossEntropyLoss",
+    "RotaryEmbedding",
+    "SelfAttention",
+    "separated",
+]

@@ -18,6 +18,7 @@ from torch import nn
 
 from cuda_ext.integrations.patching.attention import patch_attention, unpatch_attention
 from cuda_ext.integrations.patching.fusions import is_linear
+from cuda_ext.integrations.patching.loss import patch_loss
 from cuda_ext.integrations.patching.recognition import MOST_MODULES, methods, recognised, sequential_fusions
 from cuda_ext.integrations.patching.recording import NotRecognised
 from cuda_ext.integrations.patching.report import PatchReport
@@ -38,12 +39,22 @@ _Checked = dict[Any, str] | None  # the results of verification for each kind of
 
 
 @torch.inference_mode(False)  # what is made inside it can never be trained
-def patch(model: nn.Module, *, attention: bool = True, mlp: bool = True, verify: bool = True) -> PatchReport:
-    """Makes a model compute its feed-forward layers and attention with this package's ops, in place.
+def patch(
+    model: nn.Module,
+    *,
+    attention: bool = True,
+    mlp: bool = True,
+    loss: bool = True,
+    return_logits: bool = False,
+    verify: bool = True,
+) -> PatchReport:
+    """Makes a model compute its feed-forward layers, attention and loss with this package's ops, in place.
 
     Swapped are: a linear layer followed by an activation, two of them with an activation between (MLP), and gated ones
     (SwiGLU, GEGLU), each with the dropout and norm layers between and after them. Activations are those of
-    `cuda_ext.gemm`. For models of transformers, attention becomes ``attn_implementation="cuda_ext"``.
+    `cuda_ext.gemm`. For models of transformers, attention becomes ``attn_implementation="cuda_ext"``, and with
+    labels those with a vocabulary compute their loss by `cuda_ext.linear_cross_entropy`, without logits, in training
+    and in evaluation. They then return no logits: ``outputs.logits`` is None, and not in a tuple of outputs.
 
     Parameters remain the same objects under the same names, so optimizers, checkpoints and `save_pretrained` are not
     affected. The separate weights of gate and up are moved into one buffer; each keeps a storage of its own, so savers
@@ -54,6 +65,8 @@ def patch(model: nn.Module, *, attention: bool = True, mlp: bool = True, verify:
         model: any module; may itself be a block. Not yet wrapped in FSDP2 (`fully_shard`): patch first.
         attention: whether to switch the attention of a transformers model. Default True.
         mlp: whether to swap linear layers, MLPs and gated ones. Default True.
+        loss: whether to compute losses without logits. Default True.
+        return_logits: whether to form logits, besides the loss, when labels are given. Default False.
         verify: whether to compare each kind of block with what it replaces, outputs and gradients, on a random input of
             two tokens, and to leave it if they differ. Default True. Impossible on the meta device.
 
@@ -77,6 +90,8 @@ def patch(model: nn.Module, *, attention: bool = True, mlp: bool = True, verify:
         checked: _Checked = {} if verify else None
         for name, module in _top_down(model):
             _patch_module(name, module, report, checked)
+    if loss:
+        patch_loss(model, report, return_logits)
     return report
 
 

@@ -23,14 +23,14 @@ def patch_attention(model: nn.Module, report: PatchReport) -> None:
             transformers.enable()
             owner.set_attn_implementation(NAME)
         except (ImportError, ValueError) as error:
-            report.left[_label(name, owner)] = f"attention: {' '.join(str(error).split())[:150]}"
+            report.left[label(name, owner)] = f"attention: {' '.join(str(error).split())[:150]}"
             continue
         owner.__dict__[_PREVIOUS] = previous
-        report.add("attention", _label(name, owner))
+        report.add("attention", label(name, owner))
     inside = tuple(f"{name}." if name else "" for name in owners)
     for name, module in model.named_modules():
         if "Attention" in type(module).__name__ and not (inside and name.startswith(inside)):
-            report.left[_label(name, module)] = "attention goes through SDPA: use cuda_ext.integrations.sdpa"
+            report.left[label(name, module)] = "attention goes through SDPA: use cuda_ext.integrations.sdpa"
 
 
 def unpatch_attention(model: nn.Module) -> None:
@@ -55,5 +55,5 @@ def _implementations(config: Any) -> dict[str, str]:
     return {key: part._attn_implementation for key, part in parts.items() if part is not None}
 
 
-def _label(name: str, module: nn.Module) -> str:
+def label(name: str, module: nn.Module) -> str:
     return name or f"(the model, {type(module).__name__})"

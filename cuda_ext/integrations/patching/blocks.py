@@ -68,9 +68,7 @@ def _does_nothing(block: nn.Module, path: tuple[str, ...]) -> bool:
 
 
 def _applies(block: nn.Module, fusion: Fusion, x: Any) -> bool:
-    if type(x) not in _PLAIN or x.dtype not in _DTYPES or not can_run():
-        return False
-    if not (x.is_cuda or x.is_cpu or x.is_meta):
+    if not takes(x):
         return False
     if fusion.device is not None and not (x.device.type == fusion.device and _all_have(block, "device", x.device)):
         return False
@@ -96,8 +94,10 @@ def _all_have(block: nn.Module, name: str, value: Any) -> bool:
     return all(getattr(each, name) == value for each in block.parameters())
 
 
-def can_run() -> bool:
-    """Whether calls of submodules may be left out: nothing observes them."""
+def takes(x: Any) -> bool:
+    """Whether an op may take x in place of calls of submodules: it can, and nothing observes those calls."""
+    if type(x) not in _PLAIN or x.dtype not in _DTYPES or not (x.is_cuda or x.is_cpu or x.is_meta):
+        return False
     return torch.compiler.is_compiling() or not (_has_any_global_hook() or torch.jit.is_tracing())
 
 
@@ -127,23 +127,31 @@ def _weights(layer: nn.Module | None, x: Tensor) -> _Weights | None:
     """Weight (N, K) and bias of a layer that is what it was and takes the dtype of x; otherwise None."""
     if layer is None or not is_linear(layer) or not is_plain(layer):
         return None
+    parameters = parameters_of(layer, x)
+    if parameters is None or not is_transposed(layer):
+        return parameters
+    return parameters[0].t(), parameters[1]
+
+
+def parameters_of(layer: nn.Module, x: Any) -> _Weights | None:
+    """Weight, as it is stored, and bias of a layer, if the ops take them with x; otherwise None."""
     weight: Any = layer.weight
     bias: Any = layer.bias
     for tensor in (weight, bias):
-        if tensor is not None and (type(tensor) not in _PLAIN or not _takes(tensor, x)):
+        if tensor is not None and (type(tensor) not in _PLAIN or not _fits(tensor, x)):
             return None
-    return (weight.t() if is_transposed(layer) else weight), bias
+    return weight, bias
 
 
-def _takes(tensor: Tensor, x: Tensor) -> bool:
+def _fits(tensor: Tensor, x: Tensor) -> bool:
     return tensor.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)
 
 
 def activated(layer: nn.Module, activation: nn.Module, x: Any) -> Tensor:
     """``activation(layer(x))``"""
     name = activation_of(activation)
-    if name is not None and type(x) in _PLAIN and x.dtype in _DTYPES and can_run() and is_plain(activation):
+    if name is not None and takes(x) and is_plain(activation):
         weights = _weights(layer, x)
-        if weights is not None and (x.is_cuda or x.is_cpu or x.is_meta):
+        if weights is not None:
             return linear(x, *weights, activation=name)
     return activation(layer(x))

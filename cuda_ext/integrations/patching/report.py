@@ -12,9 +12,10 @@ class PatchReport:
     """What `cuda_ext.patch` swapped and what it left; ``print(report)`` shows it as a table.
 
     Attributes:
-        swapped: from each kind, such as "gated MLP", to the names of the modules. Attention is under "attention".
-        left: from the names of modules that look like a feed-forward layer, or compute attention, to the reason why
-            they are as before.
+        swapped: from each kind, such as "gated MLP", to the names of the modules. Attention is under "attention",
+            losses are under "loss".
+        left: from the names of modules that look like a feed-forward layer, or compute attention or logits, to
+            the reason why they are as before.
     """
 
     swapped: dict[str, list[str]] = field(default_factory=dict)

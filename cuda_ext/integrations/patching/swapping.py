@@ -18,6 +18,7 @@ from torch import nn
 from cuda_ext.integrations.patching.blocks import run
 from cuda_ext.integrations.patching.fusions import Fusion, module_at
 from cuda_ext.integrations.patching.gate_up import are_adjacent, lay_adjacent, lay_apart
+from cuda_ext.integrations.patching.logits import FLAG, head_forward, model_forward
 from cuda_ext.integrations.patching.sources import HELPER, activated_in, rewritten
 
 
@@ -28,7 +29,9 @@ class Swapped(nn.Module):
     _cuda_ext_recipe: Any  # what `swapped_class` made the class from, besides the original
 
     def _get_name(self) -> str:
-        return f"{self._cuda_ext_original.__name__}[cuda_ext]"
+        name = self._cuda_ext_original.__name__
+        # transformers' Trainer looks up the name of a model.
+        return name if self._cuda_ext_recipe[0] == "loss" else f"{name}[cuda_ext]"
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         super()._apply(*args, **kwargs)
@@ -92,7 +95,8 @@ def separate_gate_up(block: Swapped) -> None:
 
 def swapped_class(original: type[nn.Module], recipe: Any) -> Any:
     """The class of a swapped block. ``recipe``: ("block", fusion, name of the method), ("sequential", names of the
-    children, ((index, fusion), ...)) or ("source", pairs), see `sources`."""
+    children, ((index, fusion), ...)), ("source", pairs), see `sources`; of a model ("loss", path of its output layer,
+    whether it returns logits) and of that layer ("head",), see `logits`."""
     key: Any = original  # mypy does not know that classes are hashable
     return _class(key, recipe)
 
@@ -104,11 +108,16 @@ def _class(original: Any, recipe: Any) -> Any:
         name, method = recipe[2], _block_method(getattr(original, recipe[2]), recipe[1])
     elif kind == "sequential":
         name, method = "forward", _sequential_forward(original.forward, recipe[1], dict(recipe[2]))
+    elif kind == "head":
+        name, method = "forward", head_forward(original.forward)
+    elif kind == "loss":
+        name, method = "forward", model_forward(original.forward, recipe[1], recipe[2])
     else:
         name, method = "forward", rewritten(original, recipe[1])
     members = {
         name: method,
         HELPER: activated_in,
+        FLAG: False,
         "_cuda_ext_original": original,
         "_cuda_ext_recipe": recipe,
         # The name is that of the original: wrapping policies and device maps name classes.
@@ -174,4 +183,5 @@ def unswap(name: str, block: Swapped) -> None:
             f"{kind.__module__}.{kind.__qualname__}, a subclass; undo what wrapped it, or unpatch before wrapping"
         )
     separate_gate_up(block)
+    block.__dict__.pop(FLAG, None)
     object.__setattr__(block, "__class__", original)

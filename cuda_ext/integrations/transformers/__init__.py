@@ -55,7 +55,8 @@ def disable() -> None:
 
 
 def calls(*, reset: bool = False) -> dict[str, dict[str, int]]:
-    """How many attention calls of models set to `"cuda_ext"` were served, by which op and form, and how many were not.
+    """How many attention calls of models set to `"cuda_ext"`, and losses of models that `cuda_ext.patch` has changed,
+    were served, by which op and form, and how many were not.
 
     Args:
         reset: start at 0 again.
@@ -63,8 +64,9 @@ def calls(*, reset: bool = False) -> dict[str, dict[str, int]]:
     Returns:
         Two dicts, `served` and `refused`. The keys of `served` name the op and the form of the mask, such as
         `"flash_attention"` or `"flash_attention_varlen: padding"`; those of `refused` are the reasons of the errors
-        that were raised. A call in compiled code counts once for each compilation, not for each run. Attention that a
-        model computes without transformers' registry is not counted.
+        that were raised, or the operation for which a loss has formed logits. A call in compiled code counts once for
+        each compilation, not for each run. Attention that a model computes without transformers' registry is not
+        counted.
 
     Example::
 
