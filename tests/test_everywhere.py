@@ -3,6 +3,7 @@ of other ops. Both sides get the same numbers; what CUDA refuses is in `REFUSED`
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable
@@ -189,6 +190,26 @@ def products(dtype: torch.dtype, activation: str | None) -> dict[str, tuple[Call
 def test_products(dtype: torch.dtype, activation: str | None) -> None:
     for call, tensors in products(dtype, activation).values():
         compare(call, tensors, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("of_probabilities", [False, True])
+def test_losses(of_probabilities: bool, reduction: str, dtype: torch.dtype) -> None:
+    m, v, k = 6, 21, 9
+    tensors = {
+        "input": tensor(2, m, k, dtype=dtype),
+        "weight": tensor(v, k, dtype=dtype),
+        "bias": tensor(v, dtype=dtype),
+    }
+    probabilities = torch.rand(2, m, v).softmax(-1)
+    target = probabilities if of_probabilities else torch.randint(v, (2, m)).index_fill(1, torch.tensor([3]), -100)
+    weights = torch.rand(v)
+    options: list[dict[str, Any]] = [{}, {"softcap": 3.0, "scale": 0.5, "z_loss": 0.1, "label_smoothing": 0.1}]
+    options += [{"weight": weights, "return_lse": True, "return_entropy": True}, {"memory_limit": 1000}]
+    for option in options:
+        loss = functools.partial(cuda_ext.linear_cross_entropy, target=target, reduction=reduction, **option)
+        compare(lambda input, weight, bias, loss=loss: loss(input, weight, linear_bias=bias), tensors, dtype)
 
 
 @pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, DTYPES)), ids=str)

@@ -167,6 +167,25 @@ def test_rows_after_the_last_sequence(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.sampled
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reduction": "none", "softcap": 5.0, "scale": 0.7},
+        {"label_smoothing": 0.1, "z_loss": 0.1, "return_lse": True, "return_entropy": True},
+    ],
+    ids=["plain", "each row", "all outputs"],
+)
+@pytest.mark.sampled(slow=True)
+def test_losses(options: dict[str, Any]) -> None:
+    target = torch.tensor([3, -100, 10, 0, 7])
+
+    def loss(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        return cuda_ext.linear_cross_entropy(x, weight, target, linear_bias=bias, **options)
+
+    check(loss, torch.randn(5, 8), torch.randn(11, 8), torch.randn(11))
+
+
 def test_modules() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -214,4 +233,5 @@ def test_refusals() -> None:
 def test_every_op_has_a_translation() -> None:
     names = {op.name() for op in translation_table()}
     public = ("gemm", "linear", "gated_linear", "mlp", "gated_mlp", "flash_attention", "flash_attention_varlen")
+    public += ("logit_statistics", "linear_loss")
     assert names == {f"cuda_ext::{name}" for name in public}

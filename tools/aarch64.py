@@ -37,7 +37,7 @@ COMMANDS["ninja"] = "ninja-build"  # this machine's, because qemu passes command
 ROOT_PACKAGES = "python3,libstdc++6,libgomp1,zlib1g"
 # The wheels of torch and its dependencies have any of these tags.
 PLATFORMS = [*(f"manylinux_2_{minor}_aarch64" for minor in range(17, 37)), "manylinux2014_aarch64", "any"]
-TESTS = ("gemm", "gemm_autograd", "attention", "attention_autograd", "kvcache", "bucket")
+TESTS = ("gemm", "gemm_autograd", "attention", "attention_autograd", "kvcache", "bucket", "loss")
 
 
 ONE_IN = "CUDA_EXT_AARCH64_ONE_IN"

@@ -62,6 +62,8 @@ def translation_table(opset_version: int = OPSET) -> dict[Any, Callable[..., Any
         ops.gated_mlp.default: _gated_mlp,
         ops.flash_attention.default: _flash_attention,
         ops.flash_attention_varlen.default: _flash_attention_varlen,
+        ops.logit_statistics.default: _logit_statistics,
+        ops.linear_loss.default: _linear_loss,
     }
 
 
@@ -130,6 +132,64 @@ def _gemm(
             out = _op.Add(out, addend if factor == 1.0 else _op.Mul(addend, _constant_like(factor, out)))
     out = _activate(out, activation)
     return out if out_dtype is None else _op.Cast(out, to=out_dtype)
+
+
+# Losses
+
+
+def _logit_statistics(
+    input: Any,  # (M, K)
+    weight: Any,  # (V, K)
+    bias: Any = None,
+    target: Any = None,
+    coefficients: Any = None,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    ignore_index: int = -100,
+    memory_limit: int = 0,
+    entropy: bool = False,
+) -> tuple[Any, Any, Any, Any, Any]:
+    """(lse, nll, dot, entropy, 0) of all logits; those that are not wanted are 0."""
+    dtype = _DOUBLE if input.dtype == ir.DataType.DOUBLE else _FLOAT
+    z = _op.MatMul(_op.Cast(input, to=dtype), _op.Transpose(_op.Cast(weight, to=dtype), perm=[1, 0]))
+    if bias is not None:
+        z = _op.Add(z, _op.CastLike(bias, z))
+    z = _op.Mul(z, _constant_like(scale, z))
+    if softcap > 0.0:
+        z = _op.Mul(_op.Tanh(_op.Div(z, _constant_like(softcap, z))), _constant_like(softcap, z))
+    probs, lse = _softmax(z, None)
+    zero = nll = dot = own_entropy = _op.Mul(lse, _constant_like(0.0, lse))
+    if target is not None:
+        valid = _op.Not(_op.Equal(target, _int64(ignore_index)))
+        column = _op.Where(valid, target, _int64(0))
+        picked = _op.Squeeze(_op.GatherElements(z, _op.Unsqueeze(column, _int64s(1)), axis=1), _int64s(1))
+        nll = _op.Where(valid, _op.Sub(lse, picked), zero)
+    if coefficients is not None:
+        dot = _op.ReduceSum(_op.Mul(z, _op.CastLike(coefficients, z)), _int64s(1), keepdims=0)
+    if entropy:
+        own_entropy = _op.Sub(lse, _op.ReduceSum(_op.Mul(probs, z), _int64s(1), keepdims=0))
+    return lse, nll, dot, own_entropy, zero
+
+
+def _linear_loss(
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    target: Any = None,
+    coefficients: Any = None,
+    by_lse: Any = None,
+    by_nll: Any = None,
+    by_dot: Any = None,
+    by_square: Any = None,
+    method: str = "auto",
+    **options: Any,
+) -> Any:
+    lse, nll, dot, _entropy, zero = _logit_statistics(input, weight, bias, target, coefficients, **options)
+    total = zero
+    for by, value in ((by_lse, lse), (by_nll, nll), (by_dot, dot), (by_square, _op.Mul(lse, lse))):
+        if by is not None:
+            total = _op.Add(total, _op.Mul(by, value))
+    return _op.ReduceSum(total, keepdims=0)
 
 
 # Attention
