@@ -30,6 +30,7 @@ from benchmarks.presentation.formatting import (  # noqa: E402
     duration,
     power_of_two,
     ratio,
+    short,
     with_section,
 )
 from benchmarks.presentation.memory_plots import draw_memory  # noqa: E402
@@ -103,6 +104,10 @@ def times(minutes: float) -> list[Measurement]:
         return results.read(Path(folder))
 
 
+def failure_of(m: Measurement) -> str:
+    return short(m.failure, 40).partition(";")[0]
+
+
 def table(*rows: tuple[str, ...]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], f"|---|{'---:|' * (len(rows[0]) - 1)}", *lines[1:]]) + "\n"
@@ -123,8 +128,10 @@ def section(minutes: float) -> str:
     ratios = [("tokens × classes × features", "dtype", "pass", "ours", *(f"{names[s]} / ours" for s in sides[1:]))]
     for of_case in results.by_case(speed).values():
         own = of_case[OURS]
-        others = (ratio(of_case[side].ratio) if side in of_case else "" for side in sides[1:])
-        ratios.append((own.case, own.dtype, own.phase, duration(own.seconds), *others))
+        others = (
+            ratio(of_case[side].ratio) or failure_of(of_case[side]) if side in of_case else "" for side in sides[1:]
+        )
+        ratios.append((own.case, own.dtype, own.phase, duration(own.seconds) or failure_of(own), *others))
     limits = [("`memory_limit`", "peak memory", "a step")]
     for mib in LIMITS_MIB:
         grown, seconds = measured(OURS, ROWS, CLASSES, mib << 20)
