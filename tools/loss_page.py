@@ -109,6 +109,7 @@ def failure_of(m: Measurement) -> str:
 
 
 def table(*rows: tuple[str, ...]) -> str:
+    assert len({len(row) for row in rows}) == 1
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], f"|---|{'---:|' * (len(rows[0]) - 1)}", *lines[1:]]) + "\n"
 
@@ -129,9 +130,7 @@ def section(minutes: float) -> str:
     ratios = [("tokens × classes × features", "dtype", "pass", "ours", *(f"{names[s]} / ours" for s in timed))]
     for of_case in results.by_case(speed).values():
         own = of_case[OURS]
-        others = (
-            ratio(of_case[side].ratio) or failure_of(of_case[side]) if side in of_case else "" for side in sides[1:]
-        )
+        others = (ratio(of_case[side].ratio) or failure_of(of_case[side]) if side in of_case else "" for side in timed)
         ratios.append((own.case, own.dtype, own.phase, duration(own.seconds) or failure_of(own), *others))
     limits = [("`memory_limit`", "peak memory", "a step")]
     for mib in LIMITS_MIB:
