@@ -38,9 +38,12 @@ def test_the_plot_has_a_panel_for_each_group_and_a_line_for_each_side() -> None:
 
 
 def test_the_page_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    about = ("loss", "linear_cross_entropy", "forward", "")
     times = [
-        Measurement("loss", "linear_cross_entropy", "forward", "", "4 × 5 × 6", "float32", OURS, "cpu", seconds=0.25),
-        Measurement("loss", "linear_cross_entropy", "forward", "", "4 × 5 × 6", "float32", "PyTorch", "cpu", ratio=1.5),
+        Measurement(*about, "4 × 5 × 6", "float32", OURS, "cpu", seconds=0.25),
+        Measurement(*about, "4 × 5 × 6", "float32", "PyTorch", "cpu", ratio=1.5),
+        Measurement(*about, "4 × 5 × 6", "bfloat16", OURS, "cpu", seconds=0.25),
+        Measurement(*about, "4 × 5 × 6", "bfloat16", "PyTorch", "cpu", failure="too slow: 5 s; raise --minutes"),
     ]
     page = tmp_path / "loss.md"
     page.write_text(f"before\n{loss_page.BEGIN}\nold\n<!-- end -->\nafter\n")
@@ -55,7 +58,8 @@ def test_the_page_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n") and "old" not in text
     assert "| 2048 × 8192 | 16.8 MB | 16.8 MB |" in text
     assert "| 4 × 5 × 6 | float32 | forward | 250 ms | 1.50× |" in text
-    assert "| 32 MiB | 134 MB | 2.00 ms |" in text
+    assert "| 4 × 5 × 6 | bfloat16 | forward | 250 ms | too slow: 5 s |" in text
+    assert "| 32 MiB | 67.1 MB | 2.00 ms |" in text
     assert (tmp_path / "plot.svg").read_text().startswith("<?xml")
 
 

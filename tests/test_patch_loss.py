@@ -347,6 +347,33 @@ def test_a_forward_of_its_own_is_left() -> None:
     assert not report.swapped and "a forward of its own" in report.left["lm_head"]
 
 
+class Small(nn.Module):
+    """A model that is itself an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.activation, self.lm_head = nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 5)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        logits = self.lm_head(self.activation(self.linear(x)))
+        return logits if labels is None else F.cross_entropy(logits, labels)
+
+
+def test_a_model_that_is_swapped_as_a_block_keeps_its_loss() -> None:
+    model, x, labels = Small(), torch.randn(3, 4), torch.tensor([0, 4, 2])
+    expected = model(x), model(x, labels)
+    report = cuda_ext.patch(model)
+    assert list(report.swapped) == ["MLP"] and "is swapped for its linear layers" in report.left["lm_head"]
+    torch.testing.assert_close((model(x), model(x, labels)), expected)
+    cuda_ext.unpatch(model)
+    assert type(model) is Small and type(model.lm_head) is nn.Linear
+    assert list(cuda_ext.patch(model, mlp=False).swapped) == ["loss"]
+    torch.testing.assert_close((model(x), model(x, labels)), expected)
+
+
 def test_stand_ins_behave_as_logits() -> None:
     input, weight, bias = torch.randn(2, 3, 4), torch.randn(5, 4), torch.randn(5)
     expected = F.linear(input, weight, bias)

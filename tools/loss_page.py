@@ -30,6 +30,7 @@ from benchmarks.presentation.formatting import (  # noqa: E402
     duration,
     power_of_two,
     ratio,
+    short,
     with_section,
 )
 from benchmarks.presentation.memory_plots import draw_memory  # noqa: E402
@@ -38,7 +39,7 @@ from benchmarks.suites import baselines, bench_loss  # noqa: E402
 
 PAGE, PLOT = ROOT / "docs" / "loss.md", ROOT / "docs" / "loss_memory.svg"
 BEGIN = "<!-- written by tools/loss_page.py -->"
-CHUNKED = "linear_cross_entropy"  # the name of PyTorch's loss in the benchmarks
+CHUNKED, LARGER = "linear_cross_entropy", "linear_cross_entropy, 128 rows"  # PyTorch's loss in the benchmarks
 FEATURES, ROWS, CLASSES = 256, 2048, 32768
 VOCABULARIES = (8192, 16384, 32768, 65536, 131072)
 TOKENS = (512, 1024, 2048, 4096)
@@ -103,7 +104,12 @@ def times(minutes: float) -> list[Measurement]:
         return results.read(Path(folder))
 
 
+def failure_of(m: Measurement) -> str:
+    return short(m.failure, 40).partition(";")[0]
+
+
 def table(*rows: tuple[str, ...]) -> str:
+    assert len({len(row) for row in rows}) == 1
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], f"|---|{'---:|' * (len(rows[0]) - 1)}", *lines[1:]]) + "\n"
 
@@ -115,29 +121,31 @@ def section(minutes: float) -> str:
     figure = draw_memory(space)
     assert figure is not None
     PLOT.write_bytes(render(figure, "svg"))
-    names = {OURS: "ours", "PyTorch": "plain", CHUNKED: "PyTorch in chunks"}
+    timed = [*sides[1:], *([LARGER] if chunked else [])]
+    names = {OURS: "ours", "PyTorch": "plain", CHUNKED: "PyTorch in chunks", LARGER: "chunks of 128 rows"}
     peaks: dict[str, dict[str, str]] = {}
     for m in space:
         peaks.setdefault(m.case, {})[m.side] = byte_count(m.extra["peak bytes"])
     shown = [(case.rpartition(" × ")[0], *(cells[side] for side in sides)) for case, cells in peaks.items()]
-    ratios = [("tokens × classes × features", "dtype", "pass", "ours", *(f"{names[s]} / ours" for s in sides[1:]))]
+    ratios = [("tokens × classes × features", "dtype", "pass", "ours", *(f"{names[s]} / ours" for s in timed))]
     for of_case in results.by_case(speed).values():
         own = of_case[OURS]
-        others = (ratio(of_case[side].ratio) if side in of_case else "" for side in sides[1:])
-        ratios.append((own.case, own.dtype, own.phase, duration(own.seconds), *others))
+        others = (ratio(of_case[side].ratio) or failure_of(of_case[side]) if side in of_case else "" for side in timed)
+        ratios.append((own.case, own.dtype, own.phase, duration(own.seconds) or failure_of(own), *others))
     limits = [("`memory_limit`", "peak memory", "a step")]
     for mib in LIMITS_MIB:
         grown, seconds = measured(OURS, ROWS, CLASSES, mib << 20)
         limits.append((f"{mib} MiB", byte_count(grown), duration(seconds)))
     threads = torch.get_num_threads()
+    about = f"{environment.device_name('cpu')}, {threads} threads, PyTorch {torch.__version__}"
     return f"""
-{environment.device_name("cpu")}, {threads} threads, PyTorch {torch.__version__}, float32, {FEATURES} features: the
-peak of a step above operands and gradients.
+{about}, float32, {FEATURES} features: the peak of a step above operands and gradients.
 
 ![Peak memory over classes and over tokens]({PLOT.name})
 
 {table(("tokens × classes", *(names[side] for side in sides)), *shown)}
-Times, the median of alternating runs:
+Times, the median of alternating runs. PyTorch's chunks, unless another size is given, have tokens × features / classes
+rows, here a few:
 
 {table(*ratios)}
 The limit, {power_of_two(ROWS)} tokens and {power_of_two(CLASSES)} classes:

@@ -8,6 +8,7 @@ MEANINGS = {
     "SDPA": "`scaled_dot_product_attention`",
     "SDPA, each": "one SDPA call per sequence of a packed batch",
     "linear_cross_entropy": "`torch.nn.functional.linear_cross_entropy` in chunks",
+    "linear_cross_entropy, 128 rows": "the same in chunks of 128 rows",
     "passes": "PyTorch calls with the same result: copy, then scale and overflow check, then norm",
     "foreach": "`torch._foreach_copy_` only: no scale, check or norm",
     "copy_": "one `copy_` of as many bytes: no scale, check or norm",

@@ -57,12 +57,12 @@ def quack(a: Tensor, b: Tensor) -> Call:
 # The loss of a vocabulary: functions of input (M, K), weight (V, K) and target (M,).
 
 
-def torch_linear_cross_entropy() -> Callable[..., Tensor]:
-    """In chunks."""
+def torch_linear_cross_entropy(rows: int | None = None) -> Callable[..., Tensor]:
+    """In chunks of so many rows; None: as many as PyTorch chooses, which are M K / V."""
     function = getattr(F, "linear_cross_entropy", None)
     if function is None:
         raise Failure(f"{NOT_INSTALLED}: PyTorch 2.13")
-    return functools.partial(function, options=torch.nn.LinearCrossEntropyOptions())  # type: ignore[attr-defined]
+    return functools.partial(function, options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows))  # type: ignore[attr-defined]
 
 
 def liger_linear_cross_entropy() -> Callable[..., Tensor]:

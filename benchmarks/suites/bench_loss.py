@@ -84,6 +84,11 @@ def sides_of(device: str, run: Callable[[Loss, Inputs], Call]) -> dict[str, Any]
         "PyTorch": functools.partial(run, plain),
         "linear_cross_entropy": lambda given: run(baselines.torch_linear_cross_entropy(), given),
     }
+    if device == "cpu":  # where PyTorch chooses chunks of a few rows
+        rows = 128
+        sides[f"linear_cross_entropy, {rows} rows"] = lambda given: run(
+            baselines.torch_linear_cross_entropy(rows), given
+        )
     if device == "cuda":
         sides |= {
             "torch.compile": lambda given: run(baselines.compiled(plain), given),

@@ -17,8 +17,7 @@ from cuda_ext.integrations.patching.swapping import Swapped, swap, unswap
 def patch_loss(model: nn.Module, report: PatchReport, return_logits: bool) -> None:
     for name, owner in list(model.named_modules()):
         head = _output_layer(owner)
-        path = next((each for each, module in owner.named_modules() if module is head), "")
-        if head is None or not path:
+        if head is None or not (path := next((each for each, it in owner.named_modules() if it is head), "")):
             continue
         recipe = ("loss", tuple(path.split(".")), return_logits)
         swapped = isinstance(owner, Swapped)
@@ -48,6 +47,8 @@ def _reason(owner: nn.Module, head: nn.Module) -> str:
     """Why the loss is left as it is; empty if it need not be."""
     if "forward" in owner.__dict__:
         return f"{type(owner).__name__} has a forward of its own, not that of its class"
+    if isinstance(owner, Swapped) and owner._cuda_ext_recipe[0] != "loss":
+        return f"{type(owner).__name__} is swapped for its linear layers"
     if type(head) is not nn.Linear and not isinstance(head, Swapped):
         return f"the output layer is a {type(head).__name__}"
     return "" if is_plain(head) else "the output layer has hooks or a forward of its own"
