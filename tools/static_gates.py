@@ -146,7 +146,8 @@ RULES = (
     Rule("copy_lines_sm90<Words<2>", (r"LDG\.E\.64", r"STG\.E\.64"), shared_bytes=0),
     Rule("copy_lines_sm90<unsigned", ("LDG", "STG"), shared_bytes=0),
     Rule("transpose_tile_sm90", ("LDG", "STS", "LDS", "STG")),
-    # The main loops of products.
+    # The main loops of products. That of tf32 computes the addresses of its copies before its first product.
+    Rule("logits_sm80<Gemm<float, 1", ("HMMA", "LDSM", "LDGSTS", r"MUFU\.EX2", "STG"), lead=24, pause=112, burst=10),
     Rule("logits_sm80", ("HMMA", "LDSM", "LDGSTS", r"MUFU\.EX2", "STG"), lead=8, pause=112, burst=10),
     replace(WGMMA, name="logits_sm90", contains=(*WGMMA.contains[:3], r"MUFU\.EX2")),
     Rule("total_statistics", ("LDG", "STG", r"MUFU\.EX2")),

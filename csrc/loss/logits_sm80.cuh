@@ -21,6 +21,7 @@ logits_sm80(GRID_CONSTANT GemmParams product, GRID_CONSTANT sm80::GemmPlan plan,
   epilogue::TilePosition position = find_position(arch::block_x());
   typename Gemm::Accumulators sums = {};
   sm80::multiply_block<Gemm>(product, plan, position, find_position, shared, sums);
+  position = find_position(arch::opaque_block_x());  // again, because the products leave no registers to keep it
 
   constexpr int kColumns = kPartColumnsSm80;  // of a fragment
   constexpr int kCount = kColumns / 2, kParts = Gemm::kWarpN / kColumns;
