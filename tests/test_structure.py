@@ -36,7 +36,7 @@ LAYERS = {
     },
     "2 kernels and launchers": {
         "attention": "tile, rt, arch, cpu, base",
-        "loss": "gemm, rt, arch, cpu",
+        "loss": "gemm, rt, arch, cpu, base",
         "gemm": "tile, rt, arch, cpu, base",
         "bucket": "rt, arch, cpu, base",
         "tile": "arch",

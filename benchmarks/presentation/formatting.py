@@ -14,10 +14,11 @@ END = "<!-- end -->"
 
 def with_section(page: Path, begin: str, section: str) -> str:
     """The text of a Markdown page with `section` between its lines `begin` and END."""
-    parts = re.split(f"(?<={re.escape(begin)}\n).*?(?={re.escape(END)})", page.read_text(), flags=re.DOTALL)
-    if len(parts) != 2:
+    before, _, rest = (text := page.read_text()).partition(f"{begin}\n")
+    _, end, after = rest.partition(END)
+    if text.count(f"{begin}\n") != 1 or not end:
         raise ResultsError(f"{page.name}: expected the lines {begin} and {END} once, in this order; add them")
-    return section.join(parts)
+    return f"{before}{begin}\n{section}{END}{after}"
 
 
 def heading(m: Measurement, *more: str) -> str:

@@ -1,12 +1,12 @@
 // The epilogues of products whose results are logits: statistics of each row of a tile, and the gradient at the product
-// (loss.h). They work on the accumulators of a warp, so logits need no memory. Called by the kernels of logits_sm80.cuh
-// and logits_sm90.cuh.
+// (loss.h). They work on the accumulators of a warp, so logits need no memory. Called by logits_sm80.cuh and
+// logits_sm90.cuh.
 //
 // Fragment       16 rows of a warp. A thread has rows g and g + 8, and columns 8j + 2t, 8j + 2t + 1 for each j, where
 //                g = lane / 4 and t = lane % 4: accumulators 4j to 4j + 3, for mma.sync and wgmma alike. So the 4 lanes
 //                of a quad have a row.
-// Statistics     Each lane reduces its columns of a row, then the quad by shuffles, and one lane stores the part; a last
-//                small kernel adds the parts (total_statistics). The target's logit is stored by the lane that has it.
+// Statistics     Each lane reduces its columns of a row, then the quad by shuffles, and one lane stores the part; a
+//                last small kernel adds the parts (total_statistics). The lane that has the target's logit stores it.
 // Stores         of gradients, and of logits that are wanted: from the registers, two adjacent columns at once. A quad
 //                fills half a sector or one, and the lines of a tile are complete in L2 before they leave it.
 // Options        are tested once per fragment, and the usual ones have a loop of their own: each test inside of a loop
@@ -17,11 +17,6 @@
 #include "loss/loss.cuh"
 
 namespace cuda_ext::loss {
-
-// Whether the epilogues can read the coefficients: float32, the same for all rows.
-inline bool have_epilogue(const Operand& coefficients) {
-  return coefficients.data == nullptr || (coefficients.dtype == Dtype::kFloat32 && coefficients.row_stride == 0);
-}
 
 // x = part `part` of the accumulators, of which at(p, r) is number r of part p. So that the code that follows is there
 // once for all parts; the first is copied without a condition, or ptxas would keep x for other parts.
@@ -134,15 +129,14 @@ DEVICE void store(const GemmParams& product, const Fragment<count>& fragment, T*
 struct StatisticsEpilogue {
   static constexpr int kColumnsSm90 = kPartColumnsSm90;  // of a fragment
 
-  LogitTile tile;  // rows and columns are the product's
-  LogitParts parts;
-  float* picked;  // (rows,); may be null
-  float* logits;  // (rows, columns); null if they need not be stored
+  LogitPartsParams params;
 
   template <int count>
   DEVICE void run(const GemmParams& product, Fragment<count>& fragment, int64_t part) const {
+    const LogitTile& tile = params.tile;
+    const LogitParts& parts = params.parts;
     form_logits(product, tile, fragment);
-    if (logits != nullptr) store(product, fragment, logits);
+    if (params.logits != nullptr) store(product, fragment, params.logits);
     float max[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int r = 0; r < count; ++r) max[fragment.half(r)] = fmaxf(max[fragment.half(r)], fragment.x[r]);
@@ -150,14 +144,14 @@ struct StatisticsEpilogue {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       max[half] = quad_max(max[half]);
-      const bool has_target = picked != nullptr && fragment.row_of(half) < product.m;
+      const bool has_target = params.picked != nullptr && fragment.row_of(half) < product.m;
       target[half] = has_target ? target_column(tile, fragment.row_of(half), product.n) : -1;
     }
     // A row of -inf alone: the differences must not be NaN.
     const float shift[2] = {max[0] == -INFINITY ? 0.0f : max[0], max[1] == -INFINITY ? 0.0f : max[1]};
     float sum[2] = {}, moment[2] = {}, dot[2] = {};
     with_target(fragment, target,
-                [&](int r) { arch::store_global(picked + fragment.row_of(fragment.half(r)), fragment.x[r]); });
+                [&](int r) { arch::store_global(params.picked + fragment.row_of(fragment.half(r)), fragment.x[r]); });
     if (parts.dot != nullptr)
 #pragma unroll
       for (int r = 0; r < count; ++r)

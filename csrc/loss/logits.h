@@ -29,20 +29,26 @@ struct LogitPlan {
 // For the current device; none if the kernels cannot read the operands: they must be contiguous along k.
 std::optional<LogitPlan> plan_logits(const GemmParams& product, Float32Product float32);
 
-struct StatisticsEpilogue;  // logits.cuh
+// Whether the epilogues can read the coefficients: float32, the same for all rows.
+inline bool have_epilogue(const Operand& coefficients) {
+  return coefficients.data == nullptr || (coefficients.dtype == Dtype::kFloat32 && coefficients.row_stride == 0);
+}
+
+// Adds the statistics of parts of rows (loss_passes.cu).
+void launch_total_statistics(const LogitTotalParams& params, void* stream);
 
 // One instantiation per storage type and product, in instantiations/logits_sm80_{f16,bf16,f32,tf32}.cu and
 // logits_sm90_{f16,bf16,tf32}.cu.
 template <class T, sm80::Arithmetic arithmetic>
 struct LogitsSm80 {
-  static void statistics(const GemmParams& product, const sm80::GemmPlan& plan, const StatisticsEpilogue& epilogue,
+  static void statistics(const GemmParams& product, const sm80::GemmPlan& plan, const LogitPartsParams& params,
                          void* stream);
   static void gradient(const GemmParams& product, const sm80::GemmPlan& plan, const LogitGradParams& params,
                        void* stream);
 };
 template <class T>
 struct LogitsSm90 {
-  static void statistics(const GemmParams& product, const sm90::GemmPlan& plan, const StatisticsEpilogue& epilogue,
+  static void statistics(const GemmParams& product, const sm90::GemmPlan& plan, const LogitPartsParams& params,
                          void* stream);
   static void gradient(const GemmParams& product, const sm90::GemmPlan& plan, const LogitGradParams& params,
                        void* stream);

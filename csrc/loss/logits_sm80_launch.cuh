@@ -20,8 +20,8 @@ void launch_sm80(const GemmParams& product, const sm80::GemmPlan& plan, const Ep
 
 template <class T, sm80::Arithmetic arithmetic>
 void LogitsSm80<T, arithmetic>::statistics(const GemmParams& product, const sm80::GemmPlan& plan,
-                                           const StatisticsEpilogue& epilogue, void* stream) {
-  launch_sm80<T, arithmetic>(product, plan, epilogue, stream);
+                                           const LogitPartsParams& params, void* stream) {
+  launch_sm80<T, arithmetic>(product, plan, StatisticsEpilogue{params}, stream);
 }
 template <class T, sm80::Arithmetic arithmetic>
 void LogitsSm80<T, arithmetic>::gradient(const GemmParams& product, const sm80::GemmPlan& plan,

@@ -22,9 +22,9 @@ void launch_sm90(const GemmParams& product, const sm90::GemmPlan& plan, const Ep
 }
 
 template <class T>
-void LogitsSm90<T>::statistics(const GemmParams& product, const sm90::GemmPlan& plan,
-                               const StatisticsEpilogue& epilogue, void* stream) {
-  launch_sm90<T>(product, plan, epilogue, stream);
+void LogitsSm90<T>::statistics(const GemmParams& product, const sm90::GemmPlan& plan, const LogitPartsParams& params,
+                               void* stream) {
+  launch_sm90<T>(product, plan, StatisticsEpilogue{params}, stream);
 }
 template <class T>
 void LogitsSm90<T>::gradient(const GemmParams& product, const sm90::GemmPlan& plan, const LogitGradParams& params,

@@ -56,6 +56,12 @@ struct LogitParts {
   float *max = nullptr, *sum = nullptr;
   float *moment = nullptr, *dot = nullptr;  // null as in the statistics
 };
+struct LogitPartsParams {
+  LogitTile tile;  // rows and columns are the product's
+  LogitParts parts;
+  float* picked = nullptr;  // (rows,), z at the target; may be null
+  float* logits = nullptr;  // (rows, columns), z; null if it need not be stored
+};
 struct LogitTotalParams {
   int64_t rows;
   LogitParts parts;

@@ -1,3 +1,4 @@
+// Plans of the products whose results are logits, and the choice of the instantiation.
 #include "loss/loss_cuda.h"
 
 #include <limits>
@@ -6,10 +7,8 @@
 #include "gemm/gemm_sm80.h"
 #include "gemm/plan_sm80.h"
 #include "gemm/plan_sm90.h"
-#include "loss/logits.cuh"
 #include "loss/logits.h"
 #include "rt/device.h"
-#include "rt/launch.cuh"
 
 namespace cuda_ext {
 
@@ -70,17 +69,12 @@ bool launch_product_statistics_cuda(const GemmParams& product, const LogitStatis
     if (params.statistics.dot != nullptr) cursor.allocate(parts.dot, size);
     return cursor;
   });
-  const loss::StatisticsEpilogue epilogue{params.tile, parts, static_cast<float*>(params.statistics.picked),
-                                          static_cast<float*>(params.logits)};
+  const LogitPartsParams of_parts{params.tile, parts, static_cast<float*>(params.statistics.picked),
+                                  static_cast<float*>(params.logits)};
   loss::with_instantiation(product, *plan, [&](auto kernel, const auto& own_plan) {
-    kernel.statistics(product, own_plan, epilogue, stream);
+    kernel.statistics(product, own_plan, of_parts, stream);
   });
-  rt::launch<loss::total_statistics<loss::kThreads>>("total_statistics",
-                                                     {.grid = {int(ceil_div(product.m, arch::kWarpSize))},
-                                                      .threads = loss::kThreads,
-                                                      .shared_bytes = sizeof(loss::Totals),
-                                                      .stream = stream},
-                                                     LogitTotalParams{product.m, parts, params.statistics});
+  loss::launch_total_statistics({product.m, parts, params.statistics}, stream);
   return true;
 }
 
@@ -92,24 +86,6 @@ bool launch_product_grad_cuda(const GemmParams& product, const LogitGradParams& 
   loss::with_instantiation(
       product, *plan, [&](auto kernel, const auto& own_plan) { kernel.gradient(product, own_plan, params, stream); });
   return true;
-}
-
-void launch_logit_statistics_cuda(const LogitStatisticsParams& params, void* stream) {
-  if (params.tile.rows == 0 || params.tile.columns == 0) return;
-  rt::launch<loss::logit_statistics<loss::kThreads>>("logit_statistics",
-                                                     {.grid = {int(params.tile.rows)},
-                                                      .threads = loss::kThreads,
-                                                      .shared_bytes = sizeof(loss::Storage),
-                                                      .stream = stream},
-                                                     params);
-}
-
-void launch_logit_grad_cuda(const LogitGradParams& params, void* stream) {
-  const int64_t column_tiles = ceil_div(params.tile.columns, loss::kThreads * loss::kVector);
-  if (params.tile.rows == 0 || column_tiles == 0) return;
-  rt::launch<loss::logit_grad<loss::kThreads>>(
-      "logit_grad", {.grid = {int(params.tile.rows * column_tiles)}, .threads = loss::kThreads, .stream = stream},
-      params, int(column_tiles));
 }
 
 }  // namespace cuda_ext

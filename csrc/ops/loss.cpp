@@ -1,6 +1,6 @@
 // Statistics of logits that are never in memory as a whole, of which cuda_ext/loss.py makes losses. Backward forms the
-// logits again. linear_loss, a weighted sum of the statistics, instead forms its gradients in forward, while the rows are
-// complete.
+// logits again. linear_loss, a weighted sum of the statistics, instead forms its gradients in forward, while the rows
+// are complete.
 //
 // Tiles of logits are products of the GEMM ops and two passes over a tile (loss/loss.h). On GPUs the epilogue of the
 // product is such a pass, and of a tile only the gradient is in memory, and the logits where the gradient is formed in
