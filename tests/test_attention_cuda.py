@@ -79,6 +79,9 @@ def check(tensors: dict[str, Tensor], *, packed: bool = False, **options: Any) -
         also=[in_other_order(reference, dim, seed) for seed in range(4)] if is_float32 else (),
         gradient_factor=gradient_factor,
         atol=atol * eps,
+        # lse is rounded three times more often than plain PyTorch's, at up to its own size: the largest logit in powers
+        # of two, its sum with the logarithm, and that times ln 2.
+        output_rtol={1: 1.5 * eps} if is_float32 else None,
         gradient_atol={
             "sinks": eps * max(atol, 0.1 * math.sqrt(rounded)),
             "attn_bias": eps * max(atol, of_logits),

@@ -96,8 +96,6 @@ struct Logits {
 // How many rows and columns a tile has; what it needs beside the results fits in the limit.
 struct TileSize {
   int64_t rows, columns;
-
-  int64_t row_tiles(int64_t all) const { return (all + rows - 1) / rows; }
 };
 
 // Bytes of an element of a tile with logits and their gradient.
