@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 Statistics = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 _NOT_HERE = -100  # the target of a row whose class other ranks have
+
+
+class _Options(NamedTuple):
+    scale: float
+    softcap: float
+    ignore_index: int
+    memory_limit: int
+    filter_gradients: bool
+    entropy: bool
 
 
 class Vocabulary:
@@ -120,7 +129,7 @@ class ShardedVocabulary(Vocabulary):
             coefficients,
             self.bounds,
             (self.rank, self.ranks, self.group_name),
-            (options["scale"], options["softcap"], options["ignore_index"], options["memory_limit"], entropy),
+            _Options(**options, entropy=entropy),
         )
 
 
@@ -183,7 +192,7 @@ class _ShardedStatistics(torch.autograd.Function):
         coefficients: Tensor | None,
         bounds: Tensor,
         place: tuple[int, int, str],
-        options: tuple[float, float, int, int, bool],
+        options: _Options,
     ) -> Statistics:
         exchange = functools.partial(gather, ranks=place[1], group_name=place[2])
         return _global_statistics(exchange, input, weight, bias, target, coefficients, bounds, place[0], options)
@@ -201,7 +210,7 @@ class _ShardedStatistics(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[:3]
         # Under torch.compile, outputs that were not requested have gradients, too.
-        exist = (True, ctx.saved_tensors[3] is not None, ctx.saved_tensors[4] is not None, ctx.options[4])
+        exist = (True, ctx.saved_tensors[3] is not None, ctx.saved_tensors[4] is not None, ctx.options.entropy)
         grads = tuple(grad if exists else None for grad, exists in zip(grads, exist, strict=False))
         # Compiled backward passes are not differentiated again.
         composed = torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -209,10 +218,15 @@ class _ShardedStatistics(torch.autograd.Function):
         return *form(ctx, wanted, *grads), *(None,) * 5
 
 
-def _keywords(options: tuple[float, float, int, int, bool]) -> dict[str, Any]:
+def _keywords(options: _Options) -> dict[str, Any]:
     """Of the op for targets of this rank."""
-    scale, softcap, _, memory_limit, _ = options
-    return {"scale": scale, "softcap": softcap, "ignore_index": _NOT_HERE, "memory_limit": memory_limit}
+    return {
+        "scale": options.scale,
+        "softcap": options.softcap,
+        "ignore_index": _NOT_HERE,
+        "memory_limit": options.memory_limit,
+        "filter_gradients": options.filter_gradients,
+    }
 
 
 def _global_statistics(
@@ -224,9 +238,9 @@ def _global_statistics(
     coefficients: Tensor | None,
     bounds: Tensor,
     rank: int,
-    options: tuple[float, float, int, int, bool],
+    options: _Options,
 ) -> Statistics:
-    *_, ignore_index, _, with_entropy = options
+    ignore_index, with_entropy = options.ignore_index, options.entropy
     here = None if target is None else _local_targets(target, bounds, rank, ignore_index)
     lse, nll, dot, entropy, lse_low = ops.logit_statistics(
         input, weight, bias, here, coefficients, **_keywords(options), entropy=with_entropy
@@ -275,7 +289,7 @@ def _fused_gradients(
 ) -> list[Tensor | None]:
     """By the kernels; the arguments are gradients."""
     input, weight, bias, target, coefficients, bounds, *of_all = ctx.saved_tensors
-    ignore_index, with_entropy = ctx.options[2], ctx.options[4]
+    ignore_index, with_entropy = ctx.options.ignore_index, ctx.options.entropy
     here = None if target is None else _local_targets(target, bounds, ctx.place[0], ignore_index)
     if nll is not None:
         # The op lets nll = lse - z of the target pass both; where other ranks have the target, only lse.

@@ -125,8 +125,10 @@ def absolute_errors(
 ) -> dict[str, Callable[[torch.dtype], float]]:
     """What rounding alone may change in each result, as a function of its dtype.
 
-    Two roundings of the result's largest element; and a few of the largest logit, taken as the sum of its absolute
-    terms, for the logits and their softmax have this error relative to theirs: times what one logit can change.
+    Two roundings of the result's largest element; of float16 also those of the gradients of logits, which may be
+    subnormal numbers, all rounded in the same direction, as in plain PyTorch without a GradScaler; and a few of the
+    largest logit, taken as the sum of its absolute terms, for the logits and their softmax have this error relative to
+    theirs: times what one logit can change.
     """
     values = {n: t.detach().double() for n, t in tensors.items() if t.is_floating_point()}
     value, target = options.get, tensors["target"]
@@ -159,13 +161,21 @@ def absolute_errors(
     for name, other in (("input", "linear_weight"), ("linear_weight", "input")):
         size[f"gradient of {name}"] = each * (float(values[other].abs().max()) if values[other].numel() else 1.0)
     size["gradient of linear_bias"] = each
+    subnormal: dict[str, float] = {}
+    if tensors["input"].dtype == torch.float16:
+        half = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps / 2
+        for name, other, count in (("input", "linear_weight", classes), ("linear_weight", "input", rows)):
+            largest_other = float(values[other].abs().max()) if values[other].numel() else 0.0
+            subnormal[f"gradient of {name}"] = half * count * largest_other
+        subnormal["gradient of linear_bias"] = half * rows
 
     def error_of(name: str) -> Callable[[torch.dtype], float]:
         element = float(exact[name].detach().abs().nan_to_num(0.0, 0.0).max()) if exact[name].numel() else 0.0
         double = tensors["input"].dtype == torch.float64
         # The reference rounds float64 too.
         logit = largest * (100 * torch.finfo(torch.float64).eps if double else torch.finfo(torch.float32).eps)
-        return lambda dtype: torch.finfo(dtype).eps * element + roundings(tensors["input"]) * logit * size[name]
+        rounded = roundings(tensors["input"]) * logit * size[name] + subnormal.get(name, 0.0)
+        return lambda dtype: torch.finfo(dtype).eps * element + rounded
 
     return {name: error_of(name) for name in exact}
 

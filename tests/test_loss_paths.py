@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
@@ -58,10 +59,25 @@ def test_a_tied_weight_has_one_slot_for_the_embedding_and_the_loss() -> None:
     torch.testing.assert_close(reducer.views[0], plain)
 
 
+@pytest.mark.cpu_only("emulated as a test wants it")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_gpu_prints_wrong_targets(dtype: torch.dtype, capfd: pytest.CaptureFixture[str]) -> None:
+    tensors = operands((300,), 70, 16, dtype)
+    tensors["target"][[3, 299]] = torch.tensor([70, -1])
+    tensors["target"][5] = -100
+    with testing.emulated("sm_90a"):
+        loss = cuda_ext.linear_cross_entropy(**tensors, reduction="none")
+        loss.sum().backward()  # says no more
+    ctypes.CDLL(None).fflush(None)
+    wanted = "cuda_ext: linear_cross_entropy: expected targets in [0, 70) or ignore_index -100, got"
+    assert sorted(capfd.readouterr().out.splitlines()) == [f"{wanted} -1 at row 299", f"{wanted} 70 at row 3"]
+    assert loss.isnan().nonzero().flatten().tolist() == [3, 299]
+
+
 def test_the_method_is_chosen_after_autocast() -> None:
     """Of float32 operands as bfloat16 the sums of the weight's gradient, in float32, count."""
-    tensors = operands((300,), 2000, 256, torch.float32)
-    limit = 300 * 2000 * 6 // 2  # two tiles of complete rows, without the sums
+    tensors = operands((1100,), 2000, 256, torch.float32)
+    limit = 1100 * 2000 * 6 // 2  # two tiles of complete rows, without the sums
     with torch.autocast("cpu", torch.bfloat16):
         loss = cuda_ext.linear_cross_entropy(**tensors, memory_limit=limit)
     assert "LinearLossBackward" not in type_names(loss)

@@ -202,14 +202,13 @@ DEVICE void store_rows(const CachedAttentionParams& p, const CachePlan& plan, ty
                        int splits) {
   using T = typename Kernel::Element;
   constexpr int kThreads = Kernel::kThreads, kBlockM = Kernel::kBlockM, kFours = Kernel::kDimV / 4;
-  constexpr float kLn2 = 0.6931471805599453f;
   const TileRows rows = load_struct(shared.task.rows);
   const TilePosition position = load_struct(shared.task.position);
   const int64_t split_rows = load_struct(shared.task.end).split * p.batch * p.heads * p.seqlen_q;
   const int thread = arch::opaque_thread_index();
   for (int row = thread; row < kBlockM && rows.first + row < rows.count; row += kThreads) {
     const float max = shared.sums.max_of(row), sum = shared.sums.sum_of(row, max);
-    const float lse = sum == 0.0f ? -INFINITY : (max + arch::fast_log2(sum)) * kLn2;
+    const float lse = natural_log(max, sum);
     const int64_t index = first_lse_row(p, 0, position.batch, rows.head(row)) + rows.query(row);
     arch::store_global((splits > 1 ? plan.partial_lse + split_rows : static_cast<float*>(p.lse)) + index, lse);
   }

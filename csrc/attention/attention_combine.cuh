@@ -14,7 +14,7 @@ namespace cuda_ext::attention {
 // is stored in lse. By one warp, whose lanes have the weights of every 32nd split.
 template <class T>
 DEVICE void combine_row(const ForwardPlan& plan, int splits, int64_t rows, int64_t row, float* lse, T* out, int dim_v) {
-  constexpr float kLog2e = 1.4426950408889634f;
+  constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
   constexpr int kOfLane = kMaxSplits / arch::kWarpSize;
   float weights[kOfLane];  // logarithms, at first
   float max = -INFINITY;
@@ -32,7 +32,8 @@ DEVICE void combine_row(const ForwardPlan& plan, int splits, int64_t rows, int64
     sum += weights[i];
   }
   sum = arch::sum_over_lanes(sum);
-  if (arch::lane_index() == 0) arch::store_global(lse, sum == 0.0f ? -INFINITY : max + arch::fast_log2(sum) / kLog2e);
+  if (arch::lane_index() == 0)
+    arch::store_global(lse, sum == 0.0f ? -INFINITY : arch::fma(arch::fast_log2(sum), kLn2, max));
   const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
   for (int first = 0; first < dim_v; first += 2 * arch::kWarpSize) {  // all lanes take part in the shuffles
     const int d = first + arch::lane_index() * 2;

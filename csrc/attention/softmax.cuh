@@ -8,6 +8,12 @@
 
 namespace cuda_ext::attention {
 
+// ln(2^max sum), rounded once at its own size; -inf if sum is 0.
+DEVICE float natural_log(float max, float sum) {
+  constexpr float kLn2 = 0.6931471805599453f, kLn2Low = float(0.6931471805599453 - kLn2);
+  return sum == 0.0f ? -INFINITY : arch::fma(max, kLn2, arch::fma(max, kLn2Low, arch::fast_log2(sum) * kLn2));
+}
+
 // Sums of probs over a thread's columns, for each of its rows, relative to the maximum of the row.
 template <int row_tiles>
 struct alignas(8 * row_tiles) RowSums {
@@ -102,10 +108,7 @@ struct OnlineSoftmax {
   }
 
   // The logarithm of the sum of exponentials; -inf if the row has seen no key.
-  DEVICE float log_sum_exp(int m, int half, float row_sum) const {
-    constexpr float kLn2 = 0.6931471805599453f;
-    return row_sum == 0.0f ? -INFINITY : (max[m][half] + arch::fast_log2(row_sum)) * kLn2;
-  }
+  DEVICE float log_sum_exp(int m, int half, float row_sum) const { return natural_log(max[m][half], row_sum); }
 
  private:
   // `max` may be this much, in powers of two, below the largest logit seen. Probs up to 2^8 are as precise as probs

@@ -23,6 +23,7 @@ struct CudaKernels {
   sm90::GemmChoice (*choose_gemm_sm90)(const GemmParams&, Float32Product, const Restriction&);
   rt::Device (*gemm_device)();
   void (*activation_grad)(const ActivationGradParams&, const AllocateWorkspace&, void* stream);
+  void (*report_wrong_targets)(const LossTargets&, void* stream);
   void (*logit_statistics)(const LogitStatisticsParams&, void* stream);
   void (*logit_grad)(const LogitGradParams&, void* stream);
   bool (*product_statistics)(const GemmParams&, const LogitStatisticsParams&, const AllocateWorkspace&, void* stream,
@@ -48,6 +49,7 @@ inline CudaKernels linked_cuda_kernels() {
       .choose_gemm_sm90 = choose_gemm_sm90,
       .gemm_device = gemm_cuda_device,
       .activation_grad = launch_activation_grad_cuda,
+      .report_wrong_targets = launch_report_wrong_targets_cuda,
       .logit_statistics = launch_logit_statistics_cuda,
       .logit_grad = launch_logit_grad_cuda,
       .product_statistics = launch_product_statistics_cuda,

@@ -2,7 +2,7 @@
 //
 // Problem        Statistics of each row of x (rows, columns): maximum, sum of exponentials, moment, dot, logit of the
 //                target; the gradient at x from the log-sum-exp of the row; and the total of statistics of parts of
-//                rows.
+//                rows. Also: which targets are wrong.
 // Tile           Statistics: a block has one row and passes over it twice. Gradient: a block has kThreads * kVector
 //                columns of a row. Total: a block has 32 rows, a warp every kWarps-th part.
 // Accesses       kVector elements per thread at once, if rows are aligned so; else element by element. Parts: a warp
@@ -11,6 +11,8 @@
 // Barriers       Statistics: of all threads, two for the maximum and one for the sums. Gradient: none. Total: one.
 // Shared memory  Statistics: kSums floats of each warp. Total: four floats of each row and warp.
 #pragma once
+
+#include <cstdio>
 
 #include "arch/warp.cuh"
 #include "gemm/activation.cuh"
@@ -122,6 +124,16 @@ DEVICE void add_to_row(const RowStatistics& statistics, int64_t row, const Runni
 DEVICE int target_column(const LogitTile& tile, int64_t row, int64_t columns) {
   const int64_t target = tile.target[row], column = target - tile.first_column;
   return target == tile.ignore_index || column < 0 || column >= columns ? -1 : int(column);
+}
+
+// Prints a line for each of them that is wrong; its loss is NaN. Grid: (rows / threads).
+template <int threads>
+GLOBAL(threads, 2)
+report_wrong_targets(GRID_CONSTANT LossTargets p) {
+  const int64_t row = int64_t(arch::block_x()) * threads + arch::thread_index();
+  if (row < p.rows && p.is_wrong(row))
+    printf("cuda_ext: linear_cross_entropy: expected targets in [0, %lld) or ignore_index %lld, got %lld at row %lld\n",
+           (long long)p.classes, (long long)p.ignore_index, (long long)p.target[row], (long long)row);
 }
 
 // Grid: (rows).

@@ -2,10 +2,21 @@
 // and the gradient at the logits. csrc/ops/loss.cpp makes the tiles by products, and drops them.
 #pragma once
 
+#include "base/host_device.h"
 #include "cpu/isa.h"
 #include "gemm/gemm.h"
 
 namespace cuda_ext {
+
+// Targets (rows,) of a loss, of which all are classes or `ignore_index`.
+struct LossTargets {
+  const int64_t* target;
+  int64_t rows, classes, ignore_index;
+
+  HOST_DEVICE bool is_wrong(int64_t row) const {
+    return target[row] != ignore_index && (target[row] < 0 || target[row] >= classes);
+  }
+};
 
 // A tile (rows, columns) of x = scale (input @ weight^T + bias), contiguous, of the accumulation type: float32, or
 // float64 on the CPU. Logits are z = softcap tanh(x / softcap), or x if softcap is 0.

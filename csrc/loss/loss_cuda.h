@@ -7,6 +7,9 @@
 
 namespace cuda_ext {
 
+// The host cannot know wrong targets without waiting for the device, which prints them.
+void launch_report_wrong_targets_cuda(const LossTargets& targets, void* stream);
+
 // Of a tile in memory.
 void launch_logit_statistics_cuda(const LogitStatisticsParams& params, void* stream);
 void launch_logit_grad_cuda(const LogitGradParams& params, void* stream);

@@ -7,6 +7,13 @@
 
 namespace cuda_ext {
 
+void launch_report_wrong_targets_cuda(const LossTargets& targets, void* stream) {
+  if (targets.rows == 0) return;
+  rt::launch<loss::report_wrong_targets<loss::kThreads>>(
+      "report_wrong_targets",
+      {.grid = {int(ceil_div(targets.rows, loss::kThreads))}, .threads = loss::kThreads, .stream = stream}, targets);
+}
+
 void launch_logit_statistics_cuda(const LogitStatisticsParams& params, void* stream) {
   if (params.tile.rows == 0 || params.tile.columns == 0) return;
   rt::launch<loss::logit_statistics<loss::kThreads>>("logit_statistics",

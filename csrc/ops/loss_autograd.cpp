@@ -14,10 +14,12 @@ void save_options(AutogradContext* ctx, const LossOptions& options) {
   save_option(ctx, "softcap", options.softcap);
   save_option(ctx, "ignore_index", options.ignore_index);
   save_option(ctx, "memory_limit", options.memory_limit);
+  save_option(ctx, "filter_gradients", options.filter_gradients);
 }
 LossOptions saved_options(const AutogradContext* ctx) {
   return {saved_option(ctx, "scale", 1.0), saved_option<double>(ctx, "softcap"),
-          saved_option<int64_t>(ctx, "ignore_index"), saved_option<int64_t>(ctx, "memory_limit")};
+          saved_option<int64_t>(ctx, "ignore_index"), saved_option<int64_t>(ctx, "memory_limit"),
+          saved_option<bool>(ctx, "filter_gradients")};
 }
 
 // Of the first three inputs of the current node.
@@ -71,7 +73,7 @@ struct LogitStatisticsBackward : torch::autograd::Function<LogitStatisticsBackwa
     const auto call = [&](const auto& handle, const auto&... more) {
       return handle.call(optional(by.lse), optional(by.nll), optional(by.dot), optional(by.entropy), input, weight,
                          bias, target, coefficients, lse, lse_low, optional(entropy), o.scale, o.softcap,
-                         o.ignore_index, o.memory_limit, wanted, more...);
+                         o.ignore_index, o.memory_limit, o.filter_gradients, wanted, more...);
     };
     const auto [grad_input, grad_weight, grad_bias] =
         slot.found() ? call(slot_op, slot.view(), slot.alpha(), slot.beta()) : call(op);
@@ -125,13 +127,15 @@ namespace {
 
 Statistics logit_statistics_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                                      const OptionalTensor& target, const OptionalTensor& coefficients, double scale,
-                                     double softcap, int64_t ignore_index, int64_t memory_limit, bool entropy) {
+                                     double softcap, int64_t ignore_index, int64_t memory_limit, bool filter_gradients,
+                                     bool entropy) {
   static const auto op = find_op<StatisticsSignature>(CUDA_EXT_OP("logit_statistics"));
-  const LossOptions options{scale, softcap, ignore_index, memory_limit};
+  const LossOptions options{scale, softcap, ignore_index, memory_limit, filter_gradients};
   const Derivatives wanted = derivatives_of(input, weight, bias);
   Statistics result = [&] {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return op.call(input, weight, bias, target, coefficients, scale, softcap, ignore_index, memory_limit, entropy);
+    return op.call(input, weight, bias, target, coefficients, scale, softcap, ignore_index, memory_limit,
+                   filter_gradients, entropy);
   }();
   auto& [lse, nll, dot, own_entropy, lse_low] = result;
   if (wanted.reverse) {
@@ -155,27 +159,28 @@ Tensor linear_loss_autograd(const Tensor& input, const Tensor& weight, const Opt
                             const OptionalTensor& target, const OptionalTensor& coefficients,
                             const OptionalTensor& by_lse, const OptionalTensor& by_nll, const OptionalTensor& by_dot,
                             const OptionalTensor& by_square, double scale, double softcap, int64_t ignore_index,
-                            int64_t memory_limit, LossMethod method) {
+                            int64_t memory_limit, bool filter_gradients, LossMethod method) {
   static const auto op = find_op<LossSignature>(CUDA_EXT_OP("linear_loss"));
   static const auto forward_op = find_op<LossForwardSignature>(CUDA_EXT_OP("linear_loss_forward"));
   static const auto statistics_op = find_op<StatisticsSignature>(CUDA_EXT_OP("logit_statistics"));
-  const LossOptions options{scale, softcap, ignore_index, memory_limit};
+  const LossOptions options{scale, softcap, ignore_index, memory_limit, filter_gradients};
   const Derivatives wanted = derivatives_of(input, weight, bias);
   if (wanted.reverse && !forms_gradients_in_forward(input, weight, memory_limit, method)) {
-    const auto [lse, nll, dot, entropy, lse_low] = statistics_op.call(input, weight, bias, target, coefficients, scale,
-                                                                      softcap, ignore_index, memory_limit, false);
+    const auto [lse, nll, dot, entropy, lse_low] = statistics_op.call(
+        input, weight, bias, target, coefficients, scale, softcap, ignore_index, memory_limit, filter_gradients, false);
     return weighted_sum(lse, nll, dot, by_lse, by_nll, by_dot, by_square);
   }
   Tensor loss, gradients[3];
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     if (wanted.reverse && !wanted.composed)
-      std::tie(loss, gradients[0], gradients[1], gradients[2]) = forward_op.call(
-          input, weight, bias, target, coefficients, by_lse, by_nll, by_dot, by_square, scale, softcap, ignore_index,
-          memory_limit, {input.requires_grad(), weight.requires_grad(), is_given(bias) && bias->requires_grad()});
+      std::tie(loss, gradients[0], gradients[1], gradients[2]) =
+          forward_op.call(input, weight, bias, target, coefficients, by_lse, by_nll, by_dot, by_square, scale, softcap,
+                          ignore_index, memory_limit, filter_gradients,
+                          {input.requires_grad(), weight.requires_grad(), is_given(bias) && bias->requires_grad()});
     else
       loss = op.call(input, weight, bias, target, coefficients, by_lse, by_nll, by_dot, by_square, scale, softcap,
-                     ignore_index, memory_limit, method);
+                     ignore_index, memory_limit, filter_gradients, method);
   }
   if (wanted.reverse) {
     const auto node = make_node<LinearLossBackward>(input, weight, bias);
@@ -197,11 +202,12 @@ Tensor linear_loss_autograd(const Tensor& input, const Tensor& weight, const Opt
 template <c10::DeviceType device>
 Statistics logit_statistics_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                                      const OptionalTensor& target, const OptionalTensor& coefficients, double scale,
-                                     double softcap, int64_t ignore_index, int64_t memory_limit, bool entropy) {
+                                     double softcap, int64_t ignore_index, int64_t memory_limit, bool filter_gradients,
+                                     bool entropy) {
   static const auto op = find_op<StatisticsSignature>(CUDA_EXT_OP("logit_statistics"));
   const Autocast cast(device);
   return op.call(cast(input), cast(weight), cast(bias), target, coefficients, scale, softcap, ignore_index,
-                 memory_limit, entropy);
+                 memory_limit, filter_gradients, entropy);
 }
 
 template <c10::DeviceType device>
@@ -209,11 +215,11 @@ Tensor linear_loss_autocast(const Tensor& input, const Tensor& weight, const Opt
                             const OptionalTensor& target, const OptionalTensor& coefficients,
                             const OptionalTensor& by_lse, const OptionalTensor& by_nll, const OptionalTensor& by_dot,
                             const OptionalTensor& by_square, double scale, double softcap, int64_t ignore_index,
-                            int64_t memory_limit, LossMethod method) {
+                            int64_t memory_limit, bool filter_gradients, LossMethod method) {
   static const auto op = find_op<LossSignature>(CUDA_EXT_OP("linear_loss"));
   const Autocast cast(device);
   return op.call(cast(input), cast(weight), cast(bias), target, coefficients, by_lse, by_nll, by_dot, by_square, scale,
-                 softcap, ignore_index, memory_limit, method);
+                 softcap, ignore_index, memory_limit, filter_gradients, method);
 }
 
 }  // namespace

@@ -3,11 +3,14 @@
 #include "ops/loss_composed.h"
 
 #include <ATen/ops/exp.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/scatter_add.h>
 #include <ATen/ops/tanh.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
+
+#include <limits>
 
 namespace cuda_ext {
 namespace {
@@ -20,11 +23,18 @@ Tensor all_logits(const Tensor& input, const Tensor& weight, const OptionalTenso
   return o.softcap > 0 ? o.softcap * at::tanh(x / o.softcap) : x;
 }
 
-// Rows whose target is not ignored, and targets that are all columns.
-std::pair<Tensor, Tensor> valid_targets(const Tensor& target, const LossOptions& o) {
-  const Tensor valid = target.ne(o.ignore_index);
-  return {valid, at::where(valid, target, at::zeros_like(target)).unsqueeze(1)};
-}
+// Which rows count, the column of each row's target, and which targets are no class. At an index that is out
+// of bounds a CPU raises, and a GPU would stop: there the column is another.
+struct Targets {
+  Tensor valid, columns, wrong;  // (M,), (M, 1), (M,)
+
+  Targets(const Tensor& target, const Tensor& z, const LossOptions& o) : valid(target.ne(o.ignore_index)) {
+    const Tensor own = at::where(valid, target, at::zeros_like(target));
+    const bool raises = kernels_on(z.device()) == Kernels::kCpu;
+    columns = (raises ? own : own.clamp(0, std::max<int64_t>(1, z.size(1)) - 1)).unsqueeze(1);
+    wrong = columns.squeeze(1).ne(own);
+  }
+};
 
 }  // namespace
 
@@ -35,9 +45,10 @@ std::array<Tensor, 4> composed_statistics(const Tensor& input, const Tensor& wei
   std::array<Tensor, 4> result;
   result[0] = at::logsumexp(z, {1});
   if (is_given(target)) {
-    const auto [valid, columns] = valid_targets(*target, options);
-    const Tensor nll = result[0] - z.gather(1, columns).squeeze(1);
-    result[1] = at::where(valid, nll, at::zeros_like(nll));
+    const Targets of_rows(*target, z, options);
+    const Tensor nll = result[0] - z.gather(1, of_rows.columns).squeeze(1);
+    const Tensor known = at::where(of_rows.wrong, at::full_like(nll, std::numeric_limits<double>::quiet_NaN()), nll);
+    result[1] = at::where(of_rows.valid, known, at::zeros_like(nll));
   }
   if (is_given(coefficients)) result[2] = (z * coefficients->to(z.scalar_type())).sum(1);
   if (entropy) result[3] = result[0] - (at::exp(z - result[0].unsqueeze(1)) * z).sum(1);
@@ -68,9 +79,10 @@ std::array<Tensor, 3> composed_gradients(const RowGradients& by, const Tensor& i
   }
   if (by.dot.defined()) grad = grad + by.dot.unsqueeze(1) * coefficients->to(z.scalar_type());
   if (by.nll.defined()) {
-    const auto [valid, columns] = valid_targets(*target, options);
-    const Tensor own = at::where(valid, by.nll, at::zeros_like(by.nll)).unsqueeze(1);
-    grad = at::scatter_add(grad + prob * own, 1, columns, -own);
+    const Targets of_rows(*target, z, options);
+    const Tensor own = at::where(of_rows.valid, by.nll, at::zeros_like(by.nll)).unsqueeze(1);
+    const Tensor of_target = at::where(of_rows.wrong.unsqueeze(1), at::zeros_like(own), -own);
+    grad = at::scatter_add(grad + prob * own, 1, of_rows.columns, of_target);
   }
   if (options.softcap > 0) grad = grad * (1 - (z / options.softcap).square());
   grad = grad * options.scale;

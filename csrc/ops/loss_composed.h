@@ -11,6 +11,7 @@ struct LossOptions {
   double scale, softcap;
   int64_t ignore_index;
   int64_t memory_limit;  // bytes for tiles of logits
+  bool filter_gradients;
 };
 
 // Of each row: lse; nll = lse - z at the target, 0 if that is ignored; dot = sum of coefficients z; entropy of

@@ -38,10 +38,13 @@ struct WarpTiles {
 // The same for float32 operands, as tf32: each rounded or, unless `in_tf32`, in three products of what rounding keeps
 // and what it drops. Tensor cores round sums towards zero, so every few steps are added in float32 arithmetic, and the
 // products of what rounding drops, 2^-11 as large as the others, come first: after those, each would round a large sum.
+// The fourth product, of what both drop, is 2^-22 as large: below the rounding of long sums, but not of one or two
+// terms (head dim 1, a query that sees two keys). So the first step has it, but not where registers would spill.
 template <class TileB, int b_stride, class Address, int row_tiles, int column_tiles, class OperandA>
 DEVICE void multiply_float32(const OperandA& load_a, Address b, float (&result)[row_tiles][column_tiles][4],
                              bool in_tf32) {
   constexpr int kSteps = TileB::kDepth / TileB::kStep, kTogether = kSteps % 4 == 0 ? 4 : kSteps % 2 == 0 ? 2 : 1;
+  constexpr bool kHasFourth = TileB::kDepth <= 128 && row_tiles * column_tiles < 32;
 #pragma unroll
   for (int first = 0; first < kSteps; first += kTogether) {
     Tf32Fragment<4> rows[kTogether][row_tiles];
@@ -72,11 +75,18 @@ DEVICE void multiply_float32(const OperandA& load_a, Address b, float (&result)[
 #pragma unroll
             for (int m = 0; m < row_tiles; ++m) multiply_one(sums[m][j], rows[step][m], columns[step][j]);
       };
-      if (!in_tf32 && arch::has_sm80_mma())
+      if (!in_tf32 && arch::has_sm80_mma()) {
+        if (first == 0 && kHasFourth)
+#pragma unroll
+          for (int j = 0; j < 2; ++j)
+#pragma unroll
+            for (int m = 0; m < row_tiles; ++m)
+              arch::mma_m16n8k8_tf32(sums[m][j], rows[0][m].dropped, columns[0][j].dropped);
         for_each_tile([](float (&sum)[4], const Tf32Fragment<4>& row, const Tf32Fragment<2>& column) {
           arch::mma_m16n8k8_tf32(sum, row.dropped, column.kept);
           arch::mma_m16n8k8_tf32(sum, row.kept, column.dropped);
         });
+      }
       for_each_tile([](float (&sum)[4], const Tf32Fragment<4>& row, const Tf32Fragment<2>& column) {
         arch::mma_m16n8k8_tf32(sum, row.kept, column.kept);
       });

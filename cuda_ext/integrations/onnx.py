@@ -147,6 +147,7 @@ def _logit_statistics(
     softcap: float = 0.0,
     ignore_index: int = -100,
     memory_limit: int = 0,
+    filter_gradients: bool = False,
     entropy: bool = False,
 ) -> tuple[Any, Any, Any, Any, Any]:
     """(lse, nll, dot, entropy, 0) of all logits; those that are not wanted are 0."""

@@ -29,7 +29,7 @@ class LinearCrossEntropyLoss(nn.Module):
         ignore_index: default None: -100. Not together with probabilities.
         label_smoothing: in [0, 1]. Default 0.
         options: nothing here depends on it. In PyTorch it chooses the form in chunks.
-        softcap, scale, z_loss, method, memory_limit: as those of `cuda_ext.linear_cross_entropy`.
+        softcap, scale, z_loss, method, memory_limit, filter_gradients: as those of `cuda_ext.linear_cross_entropy`.
 
     Shape: input ``(..., K)``; target ``(...)`` of dtype int64, or floating ``(..., V)``, probabilities. The result is
     float32 (float64 for float64), a number or ``(...)``. With ``out_features`` the input is ``(N, K)``, the target
@@ -62,6 +62,7 @@ class LinearCrossEntropyLoss(nn.Module):
         z_loss: float = 0.0,
         method: str = "auto",
         memory_limit: int | None = None,
+        filter_gradients: bool = False,
     ) -> None:
         super().__init__()
         if weight is not None:
@@ -70,7 +71,7 @@ class LinearCrossEntropyLoss(nn.Module):
         self.num_classes, self.out_features, self.options = num_classes, tuple(out_features), options
         self.reduction, self.ignore_index, self.label_smoothing = reduction, ignore_index, label_smoothing
         self.softcap, self.scale, self.z_loss = softcap, scale, z_loss
-        self.method, self.memory_limit = method, memory_limit
+        self.method, self.memory_limit, self.filter_gradients = method, memory_limit, filter_gradients
         self.linear = nn.Linear(in_features, math.prod(self.out_features, start=num_classes), bias, device, dtype)
         self.register_buffer("weight", weight)
         # Raises what `forward` would raise.
@@ -78,9 +79,10 @@ class LinearCrossEntropyLoss(nn.Module):
         linear_cross_entropy(row, layer, target.long(), **{**self._arguments(), "weight": None})
 
     def _arguments(self) -> dict[str, Any]:
-        names = ("weight", "reduction", "label_smoothing", "softcap", "scale", "z_loss", "method", "memory_limit")
+        of_torch = ("weight", "reduction", "label_smoothing")
+        ours = ("softcap", "scale", "z_loss", "method", "memory_limit", "filter_gradients")
         index = -100 if self.ignore_index is None else self.ignore_index
-        return {"ignore_index": index, **{name: getattr(self, name) for name in names}}
+        return {"ignore_index": index, **{name: getattr(self, name) for name in (*of_torch, *ours)}}
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         check(

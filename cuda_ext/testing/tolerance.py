@@ -91,17 +91,15 @@ def assert_op_matches_reference(
     gradient_factor: float = 2.0,
     atol: float | None = None,
     gradient_atol: Mapping[str, float] | None = None,
-    output_rtol: Mapping[int, float] | None = None,
 ) -> None:
     """Compares an op and its gradients with a reference, by the rule of `assert_close_to_reference`.
 
     ``tensors`` and ``options`` become keyword arguments of both functions; ``reference_options`` only of the reference
     (``seed`` and ``offset`` of dropout). ``also`` are functions like ``reference`` that add in other orders: of few
     elements one evaluation may have next to no error by luck. ``gradient_atol`` overrides ``atol`` for the gradients of
-    the tensors in it; ``output_rtol`` has, by the place of an output, the part of its largest element that ``atol`` is
-    at least. Runs ``op``, then ``reference`` in the same dtypes, then ``reference`` with the floating-point tensors in
-    float64. Outputs may be a tensor or a tuple. Compares the gradients of all tensors with ``requires_grad``, for
-    random gradients of the outputs (drawn from torch's global generator).
+    the tensors in it. Runs ``op``, then ``reference`` in the same dtypes, then ``reference`` with the floating-point
+    tensors in float64. Outputs may be a tensor or a tuple. Compares the gradients of all tensors with
+    ``requires_grad``, for random gradients of the outputs (drawn from torch's global generator).
     """
     options = dict(options or {})
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -121,11 +119,7 @@ def assert_op_matches_reference(
     exact, exact_leaves = run(reference, {**double_options, **extra}, torch.float64)
     for n, (a, e, *p) in enumerate(zip(actual, exact, *(outputs for outputs, _ in plain), strict=True)):
         assert a.dtype == p[0].dtype, f"output {n}: expected {p[0].dtype}, got {a.dtype}"
-        own_atol = atol
-        if atol is not None and output_rtol is not None and n in output_rtol:
-            finite = e.detach().where(e.isfinite(), 0.0)
-            own_atol = max(atol, output_rtol[n] * float(finite.abs().max())) if finite.numel() else atol
-        assert_close_to_reference(a, p, e, factor=factor, atol=own_atol, name=f"output {n}")
+        assert_close_to_reference(a, p, e, factor=factor, atol=atol, name=f"output {n}")
     if not actual_leaves:
         return
 
