@@ -8,7 +8,8 @@ Backward has two methods. ``"recompute"`` keeps the log-sum-exp of each row and 
 and little memory. ``"forward"`` forms the gradients during forward, while the logits of a row are complete: three
 products, but only for a loss that is a number, and the gradients are there from then on. It is the method of PyTorch's
 and Liger's chunked losses. ``"auto"`` takes it if enough complete rows fit into ``memory_limit`` that the products are
-efficient, and not in batch-invariant mode.
+efficient, but not in batch-invariant mode, nor for float16, whose gradients a GradScaler must scale before they are
+rounded.
 
 Deterministic. Derivatives of higher order and in forward mode, and those under the transforms of `torch.func`, are
 composed of differentiable ops, which make all logits.
@@ -17,7 +18,7 @@ composed of differentiable ops, which make all logits.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -40,11 +41,30 @@ from cuda_ext._vocab_parallel import Vocabulary, takes_sharded_weight, vocabular
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from typing_extensions import Unpack
 
 __all__ = ["linear_cross_entropy", "linear_log_prob"]
 
 MEMORY_LIMIT = {"cpu": 64 * 2**20, "cuda": 2**30}  # bytes of a tile
 _METHODS = ("auto", "forward", "recompute")
+
+
+class _LogitOptions(TypedDict, total=False):
+    linear_bias: Tensor | None
+    ignore_index: int
+    softcap: float
+    scale: float
+    memory_limit: int | None
+    filter_gradients: bool
+    vocab_group: dist.ProcessGroup | None
+
+
+class _LossOptions(_LogitOptions, total=False):
+    weight: Tensor | None
+    reduction: str
+    label_smoothing: float
+    z_loss: float
+    method: str
 
 
 def _check_tensors(op: str, input: Tensor, optional: dict[str, Tensor | None], **required: Tensor) -> None:
@@ -102,6 +122,36 @@ def _flatten(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return input.reshape(rows, input.shape[-1]), target.reshape(rows, *target.shape[input.dim() - 1 :])
 
 
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    return_entropy: Literal[False] = False,
+    **options: Unpack[_LossOptions],
+) -> Tensor: ...
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_entropy: bool = False,
+    **options: Unpack[_LossOptions],
+) -> tuple[Tensor, ...]: ...
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    **options: Unpack[_LossOptions],
+) -> Tensor | tuple[Tensor, ...]: ...
 @takes_sharded_weight
 def linear_cross_entropy(
     input: Tensor,
@@ -151,11 +201,12 @@ def linear_cross_entropy(
             1024 rows, no gradient above eps / 32 of ``input``'s dtype, relative to the largest factor of softmax -
             target: 2^-12 in bfloat16 (Wijmans et al., Cut Your Losses, arXiv 2411.09009, section 4.3). Faster where
             softmax is concentrated on a few classes, as in trained models. What is left out is not random, and sums of
-            many tokens may miss it: weights of rare classes stop shrinking. On a GPU the host waits for each tile.
+            many tokens may miss it: weights of rare classes stop shrinking. On a GPU the host waits for each tile,
+            which a CUDA graph cannot capture.
         vocab_group: the ranks over which the vocabulary is sharded, in rank order, some of whose sizes may differ;
             default None: it is not. ``linear_weight``, ``linear_bias``, ``weight`` and probabilities are this rank's;
             ``input``, ``target`` (in the whole vocabulary) and options are the same on all ranks, and so are results
-            the gradient of ``input``. Each rank sends 3 floats a row, 1 more for each of label smoothing, class
+            and the gradient of ``input``. Each rank sends 3 floats a row, 1 more for each of label smoothing, class
             weights, probabilities and ``return_entropy``, and that gradient. Without method ``"forward"``, forward mode
             and the transforms of `torch.func`. A DTensor ``linear_weight`` that is Shard(0) on a mesh of one dimension
             needs no ``vocab_group``.
@@ -277,6 +328,28 @@ def _terms(
     return _Terms(valid, target, of_classes, by, own.sum(), mask.sum())
 
 
+@overload
+def linear_log_prob(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    return_entropy: Literal[False] = False,
+    **options: Unpack[_LogitOptions],
+) -> Tensor: ...
+@overload
+def linear_log_prob(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    return_entropy: Literal[True],
+    **options: Unpack[_LogitOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def linear_log_prob(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_entropy: bool, **options: Unpack[_LogitOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 @takes_sharded_weight
 def linear_log_prob(
     input: Tensor,

@@ -111,9 +111,13 @@ def check(tensors: Mapping[str, Tensor], op: str = "linear_cross_entropy", **opt
     if tensors["input"].dtype in (torch.bfloat16, torch.float16):
         yardsticks.append((with_float32_logits(reference), with_float32_logits(backwards)))
     errors = absolute_errors(tensors, exact, options)
+    in_half = tensors["input"].dtype == torch.float16
     for functions in yardsticks:
         plain = [run(function, tensors, options) for function in functions]
         for name, expected in exact.items():
+            # A sum of float16 numbers, the gradients of logits, which are rounded as in plain PyTorch.
+            if name == "gradient of linear_bias" and functions is not yardsticks[0] and in_half:
+                continue
             assert actual[name].dtype == plain[0][name].dtype, name
             testing.assert_close_to_reference(
                 actual[name], [p[name] for p in plain], expected, atol=errors[name](actual[name].dtype), name=name

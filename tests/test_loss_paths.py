@@ -85,6 +85,18 @@ def test_the_method_is_chosen_after_autocast() -> None:
     assert "LinearLossBackward" in type_names(loss)
 
 
+def test_gradients_of_float16_are_scaled_before_they_are_rounded() -> None:
+    """As `torch.amp.GradScaler` does; without a factor most gradients of logits would be 1.7e-7 or 0."""
+    tensors = operands((200,), 30_000, 8, torch.float16, spread=0.1)
+    loss = cuda_ext.linear_cross_entropy(**tensors)
+    (found,) = torch.autograd.grad(loss * 2.0**16, tensors["linear_weight"])
+    exact = {n: t.detach().double() if t.is_floating_point() else t for n, t in tensors.items()}
+    weight = exact["linear_weight"].requires_grad_()
+    (expected,) = torch.autograd.grad(testing.reference_linear_cross_entropy(**exact), weight)
+    error = found.double() / 2.0**16 - expected
+    assert error.norm() < 1e-3 * expected.norm()
+
+
 def type_names(loss: Tensor) -> str:
     """The nodes of a graph."""
     found, queue = [], [loss.grad_fn]

@@ -4,9 +4,9 @@
     python -m benchmarks.gpu_check.correct gemm,attention-backward simt    # on the emulator instead of a GPU
     python -m benchmarks.gpu_check.correct gemm cuda "wgmma 128x256"       # the cases whose names contain this
 
-The families are gemm, attention-forward (with caches), attention-backward and bucket. They run side by side, each case
-in a child process: one that hangs or crashes costs no other. Only torch is needed, not pytest; the tests have many more
-cases and tighter tolerances. The last lines name, for each family, the cases that are not right.
+The families are gemm, attention-forward (with caches), attention-backward, loss and bucket. They run side by side, each
+case in a child process: one that hangs or crashes costs no other. Only torch is needed, not pytest; the tests have many
+more cases and tighter tolerances. The last lines name, for each family, the cases that are not right.
 """
 
 from __future__ import annotations
@@ -161,6 +161,40 @@ def attention_cases(large: bool, backward: bool) -> Iterator[Case]:
             yield f"{name} mma.sync", partial(without_wgmma, case)
 
 
+# Losses
+
+
+def loss(sizes: tuple[int, int, int], dtype: torch.dtype, **options: Any) -> Results:
+    rows, classes, features = sizes
+    target = torch.randint(classes, (rows,))
+    target[::5] = -100
+    given = [torch.randn(rows, features).to(dtype), (features**-0.5 * torch.randn(classes, features)).to(dtype)]
+    of_kernels = {name: options.pop(name) for name in ("method", "memory_limit") if name in options}
+
+    def run(function: Callable[..., Any], operands: Sequence[Tensor], **more: Any) -> list[Tensor]:
+        leaves = [operand.requires_grad_() for operand in operands]
+        value = function(*leaves, target, **options, **more)
+        return [value.detach(), *torch.autograd.grad(value, leaves)]
+
+    actual = run(cuda_ext.linear_cross_entropy, [operand.clone() for operand in given], **of_kernels)
+    settle()
+    exact = run(testing.reference_linear_cross_entropy, [operand.double() for operand in given])
+    names = ("loss", "gradient of input", "gradient of weight")
+    return dict(zip(names, zip(actual, exact)))
+
+
+def loss_cases(large: bool) -> Iterator[Case]:
+    sizes = [(33, 391, 72), (200, 1000, 64)] + [(4096, 32_003, 512)] * large
+    for each in sizes:
+        shape = "{} x {} x {}".format(*each)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for method in ("forward", "recompute"):
+                yield f"{method} {name_of(dtype)} {shape}", partial(loss, each, dtype, method=method)
+        yield f"recompute bfloat16 {shape} softcap", partial(loss, each, torch.bfloat16, softcap=30.0, z_loss=1e-4)
+        small = 2 * each[1] * 128  # bytes: several tiles
+        yield f"recompute bfloat16 {shape} tiles", partial(loss, each, torch.bfloat16, memory_limit=small)
+
+
 # Buckets
 
 
@@ -208,6 +242,7 @@ FAMILIES: dict[str, Callable[[bool], Iterator[Case]]] = {
     "gemm": gemm_cases,
     "attention-forward": forward_cases,
     "attention-backward": partial(attention_cases, backward=True),
+    "loss": loss_cases,
     "bucket": bucket_cases,
 }
 

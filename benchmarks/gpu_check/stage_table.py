@@ -141,7 +141,9 @@ def stages_on_gpu(cores: int) -> list[Stage]:
         ),
         correctness_stage("cuda", 45),
         test_stage("first-tests", 35, "-m", "cuda", *first),
-        benchmark_stage("cuda", 150, ("gemm", "attention", "bucket", "train", "overhead", "plans"), "--without", SLOW),
+        benchmark_stage(
+            "cuda", 150, ("gemm", "attention", "loss", "bucket", "train", "overhead", "plans"), "--without", SLOW
+        ),
         Stage(
             "profile",
             (("{python}", "-m", "benchmarks.gpu_check.profiled", "--ncu", "{scratch}", *PROFILED),),

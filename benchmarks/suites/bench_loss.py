@@ -75,7 +75,7 @@ def evaluated(loss: Loss, given: Inputs) -> Call:
 
 
 def ours(method: str, memory_limit: int | None = None) -> Loss:
-    return functools.partial(cuda_ext.linear_cross_entropy, method=method, memory_limit=memory_limit)  # type: ignore[return-value]
+    return functools.partial(cuda_ext.linear_cross_entropy, method=method, memory_limit=memory_limit)
 
 
 def sides_of(device: str, run: Callable[[Loss, Inputs], Call]) -> dict[str, Any]:

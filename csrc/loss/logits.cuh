@@ -57,6 +57,7 @@ DEVICE float at_column(const Operand& values, const Fragment<count>& fragment, i
 template <int count>
 DEVICE void form_logits(const GemmParams& product, const LogitTile& tile, Fragment<count>& fragment) {
   const float alpha = float(product.alpha);
+  // Scale, add the bias, cap, and hide what is past the last column.
 #pragma unroll
   for (float& x : fragment.x) x *= alpha;
   if (product.bias.data != nullptr)
@@ -108,7 +109,7 @@ DEVICE void store_pair(T* to, const float (&pair)[2]) {
 
 // Stores a fragment in `matrix`, (rows, columns) of the product.
 template <int count, class T>
-DEVICE void store(const GemmParams& product, const Fragment<count>& fragment, T* matrix) {
+DEVICE void store_fragment(const GemmParams& product, const Fragment<count>& fragment, T* matrix) {
   const bool in_pairs = product.n % 2 == 0;
 #pragma unroll
   for (int r = 0; r < count; r += 2) {
@@ -136,7 +137,8 @@ struct StatisticsEpilogue {
     const LogitTile& tile = params.tile;
     const LogitParts& parts = params.parts;
     form_logits(product, tile, fragment);
-    if (params.logits != nullptr) store(product, fragment, params.logits);
+    if (params.logits != nullptr) store_fragment(product, fragment, params.logits);
+    // The maximum of each row over the quad.
     float max[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int r = 0; r < count; ++r) max[fragment.half(r)] = fmaxf(max[fragment.half(r)], fragment.x[r]);
@@ -149,6 +151,7 @@ struct StatisticsEpilogue {
     }
     // A row of -inf alone: the differences must not be NaN.
     const float shift[2] = {max[0] == -INFINITY ? 0.0f : max[0], max[1] == -INFINITY ? 0.0f : max[1]};
+    // Sums over this lane's columns, relative to the maximum.
     float sum[2] = {}, moment[2] = {}, dot[2] = {};
     with_target(fragment, target,
                 [&](int r) { arch::store_global(params.picked + fragment.row_of(fragment.half(r)), fragment.x[r]); });
@@ -168,6 +171,7 @@ struct StatisticsEpilogue {
 #pragma unroll
       for (int r = 0; r < count; ++r) sum[fragment.half(r)] += exp_below(fragment.x[r] - shift[fragment.half(r)]);
     }
+    // The quad's sums, which one lane stores.
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float totals[] = {quad_sum(sum[half]), quad_sum(moment[half]), quad_sum(dot[half])};
@@ -185,7 +189,7 @@ struct StatisticsEpilogue {
 // Stores the gradient at the product of each fragment, as T.
 template <class T>
 struct GradientEpilogue {
-  static constexpr int kColumnsSm90 = 32;
+  static constexpr int kColumnsSm90 = 32;  // of a fragment: its formula needs more registers beside than statistics
 
   LogitGradParams params;  // rows and columns are the product's; without logits
 
@@ -212,7 +216,7 @@ struct GradientEpilogue {
         fragment.x[r] = row(params, fragment.x[r], coefficient, fragment.column_of(r) == row.target);
       }
     }
-    store(product, fragment, static_cast<T*>(params.grad.data));
+    store_fragment(product, fragment, static_cast<T*>(params.grad.data));
   }
 };
 

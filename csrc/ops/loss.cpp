@@ -596,6 +596,8 @@ void register_kernels(torch::Library& m) {
 bool forms_gradients_in_forward(const Tensor& input, const Tensor& weight, int64_t memory_limit, LossMethod method) {
   if (method != "auto") return method == "forward";
   if (is_batch_invariant()) return false;  // the choice depends on the number of rows
+  // A GradScaler multiplies gradients before they are rounded to float16, or they would vanish.
+  if (input.scalar_type() == at::kHalf) return false;
   // Of fewer rows at once, reading and writing the weight's gradient for each tile is dearer than a fourth product. On
   // a CPU (Sapphire Rapids, 2 cores, float32) both are as fast with 256 rows if other programs use the memory, too,
   // and with 128 rows if none does. On GPUs a guess.
