@@ -42,6 +42,8 @@ sys.exit(status)
 EMPTY = 8  # registers of a kernel that returns at once, because another is launched on the architecture
 
 
+HOST_CODE = ("gemm_cuda.cu", "loss_cuda.cu")  # plans, and the choice of an instantiation
+
 # Bytes of local memory that ptxas 13.0 is known to use, at the limit of registers that the launch bounds set.
 KNOWN_LOCAL = {
     **{(arch, "activation_grad.cu"): 8 for arch in ("10.0", "10.3")},
@@ -70,7 +72,7 @@ class Compiled:
 def sources() -> list[Path]:
     """The sources with kernels for every architecture."""
     found = [path for path in _build.CSRC.rglob("*.cu") if path.parent.name not in ("rt", "launchers")]
-    return sorted(path for path in found if _build.SM90A_SOURCES not in path.name)
+    return sorted(path for path in found if _build.SM90A_SOURCES not in path.name and path.name not in HOST_CODE)
 
 
 def compile_source(source: Path, arch: str, toolkit: _toolchain.Toolkit) -> Compiled:
