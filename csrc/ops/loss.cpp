@@ -599,8 +599,8 @@ bool forms_gradients_in_forward(const Tensor& input, const Tensor& weight, int64
   // A GradScaler multiplies gradients before they are rounded to float16, or they would vanish.
   if (input.scalar_type() == at::kHalf) return false;
   // Of fewer rows at once, reading and writing the weight's gradient for each tile is dearer than a fourth product. On
-  // a CPU (Sapphire Rapids, 2 cores, float32) both are as fast with 256 rows if other programs use the memory, too,
-  // and with 128 rows if none does. On GPUs a guess.
+  // a CPU (Sapphire Rapids, 2 cores, float32, K = 1024) tiles of 128 rows are 10 % slower, of 256 rows 10 % faster; if
+  // other programs use the memory, too, 256 rows are as fast at best. On GPUs a guess.
   const int64_t least_rows = input.is_cpu() ? 512 : 1024;
   // A program is compiled for any number of rows; the vocabulary is that of the weight.
   const auto rows = input.sym_size(0).maybe_as_int(), columns = weight.sym_size(0).maybe_as_int(),
