@@ -630,8 +630,10 @@ def copy_sources(tmp_path: Path) -> Path:
         shutil.copy(ROOT / name, source / name)
     for name in ("README.md", "LICENSE"):
         (source / name).touch()
-    shutil.copytree(ROOT / "csrc/launchers", source / "csrc/launchers")
-    (source / "csrc/ops").mkdir()
-    shutil.copy(ROOT / "csrc/ops/library.cpp", source / "csrc/ops/library.cpp")
+    for name in ("csrc/launchers", "csrc/python"):
+        shutil.copytree(ROOT / name, source / name)
+    for name in ("csrc/ops/library.cpp", "csrc/ops/op.h", "csrc/base/dtype.h"):
+        (source / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
     (source / "csrc" / _precompiled.HEADER).write_text("#pragma once\n#include <torch/library.h>\n")
     return source
