@@ -126,6 +126,25 @@ DEVICE void store_fragment(const GemmParams& product, const Fragment<count>& fra
   }
 }
 
+// Stores the sum over the fragment's rows of each column, as a row of `sums` (LogitGradParams::column_sums).
+template <int count>
+DEVICE void store_column_sums(const GemmParams& product, const Fragment<count>& fragment, float* sums) {
+  static_assert(kSummedRows == 16);
+  const bool has[2] = {fragment.row_of(0) < product.m, fragment.row_of(1) < product.m};
+  const int lane = arch::lane_index(), group = fragment.row / kSummedRows;
+  float* const to = sums + int64_t(group) * product.n;
+#pragma unroll
+  for (int r = 0; r < count; ++r) {
+    if (fragment.half(r) != 0) continue;  // added to the first half
+    float sum = (has[0] ? fragment.x[r] : 0.0f) + (has[1] ? fragment.x[r + 2] : 0.0f);
+    // The lanes with the same columns.
+#pragma unroll
+    for (int lanes = 4; lanes < arch::kWarpSize; lanes *= 2) sum += arch::shuffle_xor(sum, lanes);
+    const int column = fragment.column_of(r);
+    if (lane < 4 && group * kSummedRows < product.m && column < product.n) arch::store_global(to + column, sum);
+  }
+}
+
 // Stores statistics of the rows of each fragment as part `part` of them.
 struct StatisticsEpilogue {
   static constexpr int kColumnsSm90 = kPartColumnsSm90;  // of a fragment
@@ -217,6 +236,8 @@ struct GradientEpilogue {
       }
     }
     store_fragment(product, fragment, static_cast<T*>(params.grad.data));
+    if constexpr (sizeof(T) == 2)
+      if (params.column_sums != nullptr) store_column_sums(product, fragment, params.column_sums);
   }
 };
 

@@ -236,6 +236,8 @@ logit_grad(GRID_CONSTANT LogitGradParams p, int column_tiles) {
                                         gradient.target == j + i);
                       }
                     });
+  if (p.unrounded != nullptr)
+    epilogue::write_vector(entry<float>(p.unrounded, row * tile.columns + j), count_from(j, tile.columns), x);
   epilogue::with_storage(p.grad.dtype, [&](auto tag) {
     using T = decltype(tag);
     epilogue::write_vector(static_cast<T*>(p.grad.data) + row * tile.columns + j, count_from(j, tile.columns), x);

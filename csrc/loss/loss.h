@@ -58,7 +58,11 @@ struct LogitGradParams {
   const void* entropy;        // null without by_entropy
   const void *by_lse, *by_entropy, *by_dot, *by_picked;
   Output grad;  // (rows, columns)
+  // For the bias's gradient, a sum over rows that roundings of `grad` to 16 bits would spoil. Null if it is not wanted.
+  void* unrounded = nullptr;     // (rows, columns), of the accumulation type; may be `logits`
+  float* column_sums = nullptr;  // of epilogues instead: sums of kSummedRows rows each, (ceil(rows / that), columns)
 };
+constexpr int kSummedRows = 16;
 
 // On GPUs, epilogues of products do the same without x in memory (logits.cuh). Statistics of `count` parts of each row,
 // (count, rows), and their total, which is added to `statistics`.

@@ -18,7 +18,7 @@ void launch_logit_grad_cuda(const LogitGradParams& params, void* stream);
 // it gets z. They return false if no kernel can read the operands, and then do nothing.
 bool launch_product_statistics_cuda(const GemmParams& product, const LogitStatisticsParams& params,
                                     const AllocateWorkspace& allocate, void* stream, Float32Product float32);
-// Its gradient has the dtype of the operands.
+// Its gradient has the dtype of the operands, and `column_sums` instead of `unrounded`.
 bool launch_product_grad_cuda(const GemmParams& product, const LogitGradParams& params, void* stream,
                               Float32Product float32);
 

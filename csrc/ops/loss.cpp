@@ -113,6 +113,9 @@ int64_t whole_units(int64_t count, int64_t most) {
   return std::clamp(count / kTileUnit * kTileUnit, kTileUnit, std::max(kTileUnit, most));
 }
 
+// Of column sums (LogitGradParams).
+int64_t groups_of_rows(int64_t rows) { return (rows + kSummedRows - 1) / kSummedRows; }
+
 // Of a tile in memory that does not need complete rows.
 int64_t most_columns(const Logits& logits) {
   return logits.input.is_cpu() ? std::min(logits.columns, kColumnsInCache) : logits.columns;
@@ -133,7 +136,7 @@ TileSize tile_of_statistics(const Logits& logits) {
 }
 
 // For backward. Sums over several tiles, of a part of a 16-bit weight's gradient, are float32.
-TileSize tile_of_backward(const Logits& logits) {
+TileSize tile_of_backward(const Logits& logits, bool has_bias) {
   const bool in_registers = logits.has_epilogues();
   const int64_t limit = logits.options.memory_limit, own = int64_t(logits.input.element_size());
   const int64_t element = in_registers ? own : bytes_of_element(logits.type, logits.input.scalar_type());
@@ -145,7 +148,8 @@ TileSize tile_of_backward(const Logits& logits) {
   const int64_t most_rows = few_rows ? kTileRows : std::max(kTileRows, square / kTileUnit * kTileUnit);
   const bool invariant = is_batch_invariant();
   const int64_t rows = invariant ? most_rows : std::clamp<int64_t>(logits.rows, 1, most_rows);
-  const int64_t sums = logits.is_16_bit() && (invariant || rows < logits.rows) ? 4 * logits.features() : 0;
+  int64_t sums = logits.is_16_bit() && (invariant || rows < logits.rows) ? 4 * logits.features() : 0;
+  if (logits.is_16_bit() && in_registers && has_bias) sums += 4 * groups_of_rows(rows);
   return {rows, whole_units(limit / (rows * element + sums), most_columns(logits))};
 }
 
@@ -206,6 +210,11 @@ struct SavedRows {
   RowGradients by;
 };
 
+struct TileGradient {
+  Tensor grad;      // (rows, columns), of the operands' dtype
+  Tensor summands;  // (any, columns): their sum over rows is the bias's gradient
+};
+
 // The tiles of a call, one after the other in the same memory.
 class Tiles {
  public:
@@ -241,7 +250,7 @@ class Tiles {
   }
 
   // The gradient at input @ weight^T + bias. `kept`: add_to has kept the logits, which have their softcap.
-  Tensor gradient(const SavedRows& rows, bool kept) {
+  TileGradient gradient(const SavedRows& rows, bool kept, bool has_bias) {
     const auto of = [&](const Tensor& t) -> const void* { return t.defined() ? of_rows(t).const_data_ptr() : nullptr; };
     const auto type = logits_.input.scalar_type();
     // In the memory of the logits, if there is one and elements have the same size.
@@ -265,19 +274,26 @@ class Tiles {
     params.by_dot = of(by.dot);
     params.by_picked = of(by_picked);
     params.grad = output(grad);
+    const bool sums_apart = has_bias && logits_.is_16_bit();
     if (!kept && logits_.has_epilogues()) {
       const GemmCall call = product();
       bool done = false;
+      Tensor sums;
+      if (sums_apart) {
+        sums = column_sums();
+        params.column_sums = sums.data_ptr<float>();
+      }
       launch([&](const CudaKernels& kernels, LaunchScope& scope) {
         done = kernels.product_grad(call.params, params, scope.stream(), float32_product());
       });
-      if (done) return grad;
+      if (done) return {grad, sums_apart ? sums : grad};
     }
     if (!kept) form();
     params.logits = logits_buffer_.const_data_ptr();
+    if (sums_apart) params.unrounded = logits_buffer_.data_ptr();
     launch([&](const CudaKernels& kernels, LaunchScope& scope) { kernels.logit_grad(params, scope.stream()); },
            [&] { launch_logit_grad(params); });
-    return grad;
+    return {grad, sums_apart ? part_of(logits_buffer_) : grad};
   }
 
   // Indices of the columns that a filter leaves, or an undefined tensor for all columns. A GPU's host waits for it.
@@ -320,6 +336,12 @@ class Tiles {
     if (!logits_buffer_.defined()) logits_buffer_ = buffer_of(logits_.type);
     return logits_buffer_;
   }
+  Tensor column_sums() {
+    const int64_t most = groups_of_rows(std::min(size_.rows, logits_.rows)) * std::min(size_.columns, logits_.columns);
+    if (!sums_buffer_.defined()) sums_buffer_ = empty_beside(logits_.input, {most}, logits_.type);
+    const int64_t groups = groups_of_rows(rows_);
+    return sums_buffer_.narrow(0, 0, groups * columns_).view({groups, columns_});
+  }
   void form() {
     const Tensor out = part_of(logits_memory());
     if (out.numel() == 0) return;
@@ -358,7 +380,7 @@ class Tiles {
 
   const Logits& logits_;
   TileSize size_;
-  Tensor logits_buffer_, grad_buffer_;  // made when they are needed
+  Tensor logits_buffer_, grad_buffer_, sums_buffer_;  // made when they are needed
   int64_t row_ = 0, column_ = 0, rows_ = 0, columns_ = 0;
 };
 
@@ -417,10 +439,10 @@ class GradientSums {
   }
 
   // `kept`: the columns of the tile whose gradients count; all, if undefined.
-  void add(const Tiles& tiles, const Tensor& tile_grad, const Tensor& kept, bool first_row, bool last_row,
+  void add(const Tiles& tiles, const TileGradient& tile, const Tensor& kept, bool first_row, bool last_row,
            bool first_column) {
     const auto of_kept = [&](const Tensor& t, int64_t dim) { return kept.defined() ? t.index_select(dim, kept) : t; };
-    const Tensor grad = of_kept(tile_grad, 1);
+    const Tensor grad = of_kept(tile.grad, 1);
     if (wanted_[0])
       product_into(logits_.op, grad, of_kept(tiles.weight(), 0), 1.0, first_column ? 0.0 : 1.0, tiles.of_rows(input_));
     if (wanted_[1]) {
@@ -441,7 +463,7 @@ class GradientSums {
         if (last_row) move_sums(sums, result);
       }
     }
-    if (wanted_[2]) tiles.of_columns(bias_).add_(bias_gradient(logits_.op, tile_grad, true, logits_.type));
+    if (wanted_[2]) tiles.of_columns(bias_).add_(bias_gradient(logits_.op, tile.summands, true, logits_.type));
   }
 
   LogitGradients results(at::ScalarType bias_type) {
@@ -471,14 +493,14 @@ class GradientSums {
 
 LogitGradients run_backward(const Logits& logits, const SavedRows& rows, const std::array<bool, 3>& wanted,
                             at::ScalarType bias_type, const WeightSlot* slot) {
-  const TileSize size = tile_of_backward(logits);
+  const TileSize size = tile_of_backward(logits, wanted[2]);
   Tiles tiles(logits, size);
   GradientSums sums(logits, wanted, size, slot);
   for (int64_t column = 0; column < logits.columns; column += size.columns)
     for (int64_t row = 0; row < logits.rows; row += size.rows) {
       tiles.move_to(row, column);
-      const Tensor grad = tiles.gradient(rows, false);
-      sums.add(tiles, grad, tiles.columns_that_count(grad, rows.by), row == 0, row + size.rows >= logits.rows,
+      const TileGradient tile = tiles.gradient(rows, false, wanted[2]);
+      sums.add(tiles, tile, tiles.columns_that_count(tile.grad, rows.by), row == 0, row + size.rows >= logits.rows,
                column == 0);
     }
   return sums.results(bias_type);
@@ -558,8 +580,8 @@ LossForward linear_loss_forward(const Tensor& input, const Tensor& weight, const
     const Tensor lse = statistics.lse();  // of all rows; those of other tiles are not read
     const SavedRows rows{lse, statistics.lse_low(lse), Tensor(),
                          gradients_of_loss(lse, by_lse, by_nll, by_dot, by_square)};
-    const Tensor grad = tiles.gradient(rows, true);
-    sums.add(tiles, grad, tiles.columns_that_count(grad, rows.by), row == 0, row + size.rows >= logits.rows, true);
+    const TileGradient tile = tiles.gradient(rows, true, output_mask[2]);
+    sums.add(tiles, tile, tiles.columns_that_count(tile.grad, rows.by), row == 0, row + size.rows >= logits.rows, true);
   }
   const auto [grad_input, grad_weight, grad_bias] =
       sums.results(is_given(bias) ? bias->scalar_type() : input.scalar_type());

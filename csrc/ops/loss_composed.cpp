@@ -31,7 +31,8 @@ struct Targets {
   Targets(const Tensor& target, const Tensor& z, const LossOptions& o) : valid(target.ne(o.ignore_index)) {
     const Tensor own = at::where(valid, target, at::zeros_like(target));
     const bool raises = kernels_on(z.device()) == Kernels::kCpu;
-    columns = (raises ? own : own.clamp(0, std::max<int64_t>(1, z.size(1)) - 1)).unsqueeze(1);
+    const c10::SymInt last = z.sym_size(1).max(1) - 1;
+    columns = (raises ? own : own.clamp(0, at::Scalar(last))).unsqueeze(1);
     wrong = columns.squeeze(1).ne(own);
   }
 };

@@ -14,7 +14,7 @@ from .parse import SIZES, Unsupported, split_operands
 @opcode("cvta")
 def _cvta(m: Modifiers, o: Operands, site: str) -> str:
     generic = m.may("to") is None
-    space = m.must("global", "shared", "param")
+    space = m.must("global", "shared", "param", "local")
     m.must("u64")
     to = o.next()
     address = o.value("u64")
@@ -75,6 +75,8 @@ def _ld(m: Modifiers, o: Operands, site: str) -> list[str]:
         read_only = "true" if m.may("nc") else "false"
     count, ptx = _width(m)
     parts, size = _vector(count, o.next()), count * SIZES[ptx]
+    if space == "param" and (result := o.call_parameter(ptx)):
+        return [o.assign(parts[0], ptx, result)]
     if space == "param":
         return _load_into(o, parts, ptx, f"thread.load_parameter({{to}}, {o.address('u64')}, {size}, {site});")
     if space == "global":
@@ -86,7 +88,7 @@ def _ld(m: Modifiers, o: Operands, site: str) -> list[str]:
 
 @opcode("st")
 def _st(m: Modifiers, o: Operands, site: str) -> list[str]:
-    space = m.must("global", "shared", "shared::cluster")
+    space = m.must("global", "shared", "shared::cluster", "local", "param")
     if space == "global" and m.may("release"):
         m.must("gpu", "sys")
         m.must("u32", "b32")
@@ -95,7 +97,13 @@ def _st(m: Modifiers, o: Operands, site: str) -> list[str]:
         m.may("cs")
     count, ptx = _width(m)
     size = count * SIZES[ptx]
-    if space == "global":
+    if space == "param":
+        if (argument := o.call_parameter(ptx)) is None:
+            raise Unsupported("expected a parameter of a call")
+        return [f"{argument} = {o.value(ptx)};"]
+    if space == "local":
+        store = f"thread.store_local({o.address('u64')}, {{value}}, {size}, {site});"
+    elif space == "global":
         store = f"simt::store_global(pointer({o.address('u64')}), {{value}}, {size}, {site});"
     else:
         function = "store_shared" if space == "shared" else "store_shared_cluster"
@@ -133,6 +141,16 @@ def _prefetch(m: Modifiers, o: Operands, site: str) -> str:
     m.must("tensormap")
     o.address("u64")
     return ";"
+
+
+@opcode("call")
+def _call(m: Modifiers, o: Operands, site: str) -> str:
+    m.must("uni")
+    result, function = o.next().strip("() "), o.next()
+    if function != "vprintf":
+        raise Unsupported(f"expected a call of vprintf, got {function}")
+    form, arguments = (o.read(o.next().strip("() "), "u64") for _ in range(2))
+    return o.assign(result, "b32", f"print({form}, {arguments}, {site})")
 
 
 # Threads and warps.

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .operands import Names, cpp_type
-from .parse import Entry, Instruction, Label, Module, Registers, Scope, Unsupported, split_operands
+from .parse import Entry, Instruction, Label, Local, Module, Registers, Scope, Unsupported, split_operands
 from .translate import translate
 
 _SITE = "<site>"
 _PER_LINE = 16
+_LOCAL_BYTES, _LOCAL_ALIGNMENT = 64, 16  # operations.h, Thread::local
 
 
 def emit(module: Module) -> str:
     """C++ for all entries of `module`. Raises Unsupported for what has no translation."""
     lines = ['#include "operations.h"', '#include "runtime.h"', "", "namespace cuda_ext::ptx {", ""]
+    strings = {name: f"string_{index}" for index, name in enumerate(module.strings)}
+    for name, text in module.strings.items():
+        lines.append(f"static const unsigned char {strings[name]}[] = {{{', '.join(map(str, (*text, 0)))}}};")
     table = []
     for index, entry in enumerate(module.entries):
         try:
-            lines += _Function(module, entry, index).lines()
+            lines += _Function(module, entry, index, strings).lines()
         except Unsupported as error:
             raise Unsupported(f"{module.name}, {entry.name}: {error}") from None
         table.append(_row(entry, index))
@@ -39,9 +43,9 @@ def _row(entry: Entry, index: int) -> str:
 
 
 class _Function:
-    def __init__(self, module: Module, entry: Entry, index: int) -> None:
+    def __init__(self, module: Module, entry: Entry, index: int, strings: dict[str, str]) -> None:
         self._module, self._entry, self._index = module, entry, index
-        self._names = Names(shared=module.shared)
+        self._names = Names(shared=module.shared, addresses=dict(strings))
         self._names.parameters = {each.name: each.offset for each in entry.parameters}
         for statement in entry.body:
             if isinstance(statement, Label):
@@ -51,7 +55,8 @@ class _Function:
         self._arrays: list[str] = []
 
     def lines(self) -> Iterator[str]:
-        bodies = self._entry.body
+        bodies = [each for each in self._entry.body if not isinstance(each, Local)]
+        self._place_local_memory()
         first = next((i for i, each in enumerate(bodies) if not isinstance(each, Registers)), len(bodies))
         declared = [each for each in bodies[:first] if isinstance(each, Registers)]
         for each in declared:
@@ -100,6 +105,16 @@ class _Function:
                 self._sites.append(f'{{"{place}{self._module.name}", {statement.line}}}')
                 text = text.replace(_SITE, f"sites_{self._index}[{len(self._sites) - 1}]")
             yield f"  {text}"
+
+    def _place_local_memory(self) -> None:
+        """Only vprintf needs it: an array that an index has moved to local memory would be slow."""
+        local = [each for each in self._entry.body if isinstance(each, Local)]
+        prints = any(isinstance(each, Instruction) and each.opcode == "call.uni" for each in self._entry.body)
+        for each in local:
+            fits = each.size <= _LOCAL_BYTES and each.alignment <= _LOCAL_ALIGNMENT
+            if not (prints and fits and len(local) == 1):
+                raise Unsupported(f"local memory {each.name} of {each.size} bytes")
+            self._names.addresses[each.name] = "thread.local"
 
     def _find_tuples(self) -> None:
         """Finds the register tuples of wgmma. They become arrays, because the emulator accesses them until the thread

@@ -57,6 +57,7 @@ class Names:
     variables: dict[str, str] = field(default_factory=dict)  # of registers that are elements of an array
     parameters: dict[str, int] = field(default_factory=dict)  # offsets
     shared: set[str] = field(default_factory=set)
+    addresses: dict[str, str] = field(default_factory=dict)  # of strings and local memory, as C++ arrays
     labels: dict[str, str] = field(default_factory=dict)
 
     def type_of(self, register: str) -> str:
@@ -114,6 +115,8 @@ class Operands:
             return f"{target}({expression})"
         if operand in names.shared:
             return f"{target}(thread.shared)"
+        if operand in names.addresses:
+            return f"{target}(reinterpret_cast<uint64_t>({names.addresses[operand]}))"
         if operand in names.parameters:
             return f"{target}(thread.parameter({names.parameters[operand]}))"
         return self._constant(operand, ptx)
@@ -162,6 +165,16 @@ class Operands:
         if not (text.startswith("[") and text.endswith("]")):
             raise Unsupported(f"expected an address in brackets, got {text}")
         return self.sum(text[1:-1], ptx)
+
+    def call_parameter(self, ptx: str) -> str | None:
+        """The variable of the next operand, "[param0+0]", if it is a parameter or result of a call."""
+        match = re.fullmatch(r"\[([a-z]\w*)\+0\]", self._left[0]) if self._left else None
+        if match is None or match[1] not in self.names.registers:
+            return None
+        self.next()
+        if SIZES[self.names.type_of(match[1])] != SIZES[ptx]:
+            raise Unsupported(f"expected a parameter of type {ptx}, got {match[1]}")
+        return self.names.variable(match[1])
 
     def sum(self, text: str, ptx: str) -> str:
         base, _, offset = text.partition("+")

@@ -8,6 +8,8 @@
 #include <cmath>
 #include <concepts>
 #include <cstddef>
+#include <cstdio>
+#include <cstring>
 #include <limits>
 #include <type_traits>
 
@@ -188,6 +190,22 @@ void tma_store(const uint64_t* map, uint32_t from, bool add, Site site, At... at
 }
 [[noreturn]] inline void trap(Site site) { simt::machine->fail("trap", site, "the kernel has given up"); }
 
+// vprintf, of whole numbers of 64 bits. Returns how many there are.
+inline uint32_t print(uint64_t format, uint64_t arguments, Site site) {
+  uint32_t count = 0;
+  for (const char* at = pointer<const char>(format); *at != 0; ++at) {
+    if (*at != '%') {
+      std::fputc(*at, stdout);
+    } else if (std::strncmp(at, "%lld", 4) == 0) {
+      std::fprintf(stdout, "%lld", pointer<const long long>(arguments)[count++]);
+      at += 3;
+    } else {
+      simt::machine->fail("vprintf", site, "expected the conversion %%lld, got %.4s", at);
+    }
+  }
+  return count;
+}
+
 // Addresses of a thread, and a buffer for its vector accesses.
 class Thread {
  public:
@@ -211,6 +229,7 @@ class Thread {
     float floats[4];
     double doubles[2];
   } vector;
+  alignas(16) std::byte local[64];
   int lane = 0;  // read by a shuffle; -1 if out of range
 
   int shuffled_lane() const { return lane >= 0 ? lane : simt::thread_index() % 32; }
@@ -231,6 +250,13 @@ class Thread {
       simt::machine->fail("ld.param", site, "%d bytes at %lld of the %llu bytes of parameters", bytes,
                           (long long)(from - begin), (unsigned long long)parameter_bytes_);
     std::memcpy(to, pointer(from), size_t(bytes));
+  }
+
+  void store_local(uint64_t to, const void* from, int bytes, Site site) {
+    const uint64_t offset = to - reinterpret_cast<uint64_t>(local);
+    if (offset > sizeof(local) - size_t(bytes))
+      simt::machine->fail("st.local", site, "%d bytes at %lld of %zu bytes", bytes, (long long)offset, sizeof(local));
+    std::memcpy(local + offset, from, size_t(bytes));
   }
 
   uint64_t time() { return ++time_; }

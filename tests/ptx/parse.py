@@ -40,7 +40,16 @@ class Scope:
     opens: bool
 
 
-Statement = Instruction | Label | Registers | Scope
+@dataclass(frozen=True, slots=True)
+class Local:
+    """Memory of one thread: the arguments of vprintf."""
+
+    name: str
+    size: int
+    alignment: int
+
+
+Statement = Instruction | Label | Registers | Scope | Local
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +73,7 @@ class Module:
     name: str  # of the file
     target: str  # "sm_80"
     shared: set[str] = field(default_factory=set)  # names of the block's dynamic shared memory
+    strings: dict[str, bytes] = field(default_factory=dict)  # formats of vprintf
     entries: list[Entry] = field(default_factory=list)
 
 
@@ -77,6 +87,9 @@ _LOC = re.compile(r"\.loc\s+(\d+) (\d+) (\d+)(?:, function_name \S+, inlined_at 
 _FILE = re.compile(r'\.file\s+(\d+) "([^"]*)"')
 _ENTRY = re.compile(r"\.entry (\w+)\((.*)\)(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"\.param (?:\.align (\d+) )?\.(\w+) (\w+)(?:\[(\d+)\])?$")
+_STRING = re.compile(r"\.global \.align 1 \.b8 ([\w$]+)\[\d+\] = \{([\d, ]+)\}$")
+_LOCAL = re.compile(r"\.local \.align (\d+) \.b8\s+(\w+)\[(\d+)\]$")
+_PRINT = ".extern .func  (.param .b32 func_retval0) vprintf"
 _SHARED = re.compile(r"\.extern \.shared \.align (\d+) \.b8 (\w+)\[\]$")
 # Alignment of a block's shared memory on the emulator. A device guarantees it only if the kernel declares it.
 _SHARED_ALIGNMENT = 1024
@@ -117,6 +130,11 @@ class _Parser:
                 if int(match[1]) < _SHARED_ALIGNMENT:
                     raise self._refuse(at + 1, f"expected shared memory aligned to {_SHARED_ALIGNMENT}, got {line!r}")
                 module.shared.add(match[2])
+            elif match := _STRING.match(line.rstrip(";")):
+                module.strings[match[1]] = bytes(map(int, match[2].split(",")))
+            elif line == _PRINT:
+                while self._lines[at] != ";":
+                    at += 1
             elif line and not line.startswith((".version", ".address_size", ".file")):
                 raise self._refuse(at + 1, f"expected an entry or dynamic shared memory, got {line!r}")
             at += 1
@@ -184,6 +202,11 @@ class _Parser:
         elif text.startswith(".reg"):
             kind, names = text.split(None, 2)[1:]
             yield Registers(kind.lstrip("."), tuple(_expand(names)))
+        elif text.startswith(".param"):  # of a call
+            kind, name = text.split()[1:]
+            yield Registers(kind.lstrip("."), (name,))
+        elif match := _LOCAL.match(text):
+            yield Local(match[2], int(match[3]), int(match[1]))
         elif text.startswith("."):
             raise self._refuse(line, f"expected an instruction or registers, got {text!r}")
         else:

@@ -156,7 +156,8 @@ REFUSED = {
         "2 coordinates"
     ),
     "cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%rd1, {%r1, %r2}];": r"got \.prefetch",
-    "call.uni (param0), f, (param1);": "unknown opcode",
+    "call.uni (param0), f, (param1);": "expected a call of vprintf, got f",
+    "st.param.b64 [param0+0], %rd1;": "expected a parameter of a call",
     "add.rn.s32 %r1, %r2, %r3;": r"expected the modifier \.f32 or \.f64, got \.s32",
     "add.u16 %rs1, %r1, %rs2;": "expected a register of type u16, got %r1 of type b32",
     "add.u32 %rd1, %r1, %r2;": "expected a register for a value of type u32, got %rd1",
@@ -205,12 +206,37 @@ def test_underaligned_shared_memory_is_refused() -> None:
 
 
 def test_local_memory_and_other_bounds_are_refused() -> None:
-    with pytest.raises(parse.Unsupported, match=r"expected an instruction or registers, got '\.local"):
-        module(".local .align 4 .b8 depot[16];")
+    with pytest.raises(parse.Unsupported, match="local memory depot of 16 bytes"):
+        emit.emit(module(".local .align 4 .b8 depot[16];"))
     with pytest.raises(parse.Unsupported, match=r"cannot enforce '\.reqntid 32, 1, 1'"):
         module("", directives=".reqntid 32, 1, 1")
     with pytest.raises(parse.Unsupported, match=r"cannot enforce '\.maxntid 32, 2, 1'"):
         module("", directives=".maxntid 32, 2, 1")
+
+
+CALL = """
+  st.local.u64 [%rd1], %rd2;
+  {
+  .param .b64 param0;
+  st.param.b64 [param0+0], %rd3;
+  .param .b64 param1;
+  st.param.b64 [param1+0], %rd1;
+  .param .b32 retval0;
+  call.uni (retval0), vprintf, (param0, param1);
+  ld.param.b32 %r1, [retval0+0];
+  }
+"""
+
+
+def test_vprintf_reads_its_arguments_from_local_memory() -> None:
+    """Alone it may use local memory. What is printed: tests/test_loss_paths.py."""
+    declared = ".local .align 8 .b8 depot[8];" + REGISTERS
+    code = emit.emit(module(f"mov.u64 %rd1, depot;\n{CALL}", registers=declared))
+    assert "_rd1 = uint64_t(reinterpret_cast<uint64_t>(thread.local));" in code
+    assert "thread.store_local(_rd1, &_rd2, 8, " in code
+    assert "own_param0 = _rd3;" in code and "= print(own_param0, own_param1, " in code
+    with pytest.raises(parse.Unsupported, match="local memory depot of 80 bytes"):
+        emit.emit(module(CALL, registers=declared.replace("depot[8]", "depot[80]")))
 
 
 # Arithmetic, executed. Each line writes %r9, %rd5 or %f9; inputs: %r1 = a, %r2 = b, and %f1, %f2 with the same bits.
