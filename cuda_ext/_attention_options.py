@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cuda_ext._checks import check, check_constants, is_finite, number_text
 from cuda_ext._toolchain import NAMESPACE
+from cuda_ext.block_mask import BlockMask
 
 Window = tuple[int | None, int | None]
 
@@ -33,6 +34,7 @@ class LogitOptions(NumberOptions, total=False):
 class Options(LogitOptions, total=False):
     attn_bias: Tensor | None
     attn_mask: Tensor | None
+    block_mask: BlockMask | None
     dropout_p: float
     deterministic: bool | None
 
@@ -50,10 +52,20 @@ def op_arguments(op: str, options: Mapping[str, Any]) -> tuple[list[Tensor | Non
     """The tensors of `options`, which are positional arguments of the op, and the other arguments by name."""
     scalars = dict(options)
     tensors = [scalars.pop(name, None) for name in _TENSORS]
+    block_mask = scalars.pop("block_mask", None)
+    tensors += (None, None, None) if block_mask is None else _block_tensors(op, block_mask)
     scalars["window_left"], scalars["window_right"] = _window_sides(op, scalars.pop("window", None))
     if others := {name: value for name, value in scalars.items() if type(value) not in _PLAIN}:
         check_constants(op, **others)
     return tensors, scalars
+
+
+def _block_tensors(op: str, block_mask: Any) -> tuple[Tensor, Tensor, Tensor]:
+    if not isinstance(block_mask, BlockMask):
+        remedy = "; give booleans as attn_mask=" if isinstance(block_mask, Tensor) else ""
+        got = type(block_mask).__name__
+        raise RuntimeError(f"{NAMESPACE}::{op}: expected block_mask to be a cuda_ext.BlockMask, got {got}{remedy}")
+    return block_mask.op_tensors()
 
 
 def check_numbers(

@@ -18,6 +18,7 @@ from cuda_ext._attention_options import Options, VarlenOptions, Window, op_argum
 from cuda_ext._load import calls, ops
 from cuda_ext._rules.attention_vmap import mapped_where_masks_differ as mapped_where_masks_differ
 from cuda_ext._toolchain import NAMESPACE
+from cuda_ext.block_mask import BlockMask
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -29,7 +30,7 @@ attention_op = ops.flash_attention.default
 heads_first_op = ops._flash_attention_heads_first.default
 _attention_varlen = ops.flash_attention_varlen.default
 _is_compiling = torch.compiler.is_compiling  # compilers see the ops alone, and no function of `calls`
-_NO_TENSORS = (None,) * 4
+_NO_TENSORS = (None,) * 7
 _NO_NUMBERS = (None, None, None, 0.0, 0.0, None)
 
 
@@ -58,6 +59,7 @@ def flash_attention(
     sinks: Tensor | None = None,
     attn_bias: Tensor | None = None,
     attn_mask: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -127,7 +129,7 @@ def flash_attention(
         NotImplementedError: a CUDA tensor, but no CUDA kernel is built.
     """
     is_nested = query is not None and query.is_nested
-    has_tensors = not (alibi_slopes is sinks is attn_bias is attn_mask is None)
+    has_tensors = not (alibi_slopes is sinks is attn_bias is attn_mask is block_mask is None)
     has_numbers = scale is not None or not (type(softcap) is type(dropout_p) is float and softcap == 0.0 == dropout_p)
     if has_tensors or has_numbers or window is not None or deterministic is not None or is_nested:
         options: Options = {
@@ -139,6 +141,7 @@ def flash_attention(
             "sinks": sinks,
             "attn_bias": attn_bias,
             "attn_mask": attn_mask,
+            "block_mask": block_mask,
             "dropout_p": dropout_p,
             "deterministic": deterministic,
         }
@@ -203,6 +206,7 @@ def flash_attention_varlen(
     sinks: Tensor | None = None,
     attn_bias: Tensor | None = None,
     attn_mask: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -250,6 +254,7 @@ def flash_attention_varlen(
         sinks=sinks,
         attn_bias=attn_bias,
         attn_mask=attn_mask,
+        block_mask=block_mask,
         dropout_p=dropout_p,
         deterministic=deterministic,
     )

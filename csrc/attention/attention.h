@@ -49,6 +49,32 @@ struct KeyCache {
   int64_t pages = 0;
 };
 
+// For each block of kMaskBlock rows of one operand, the blocks of the other that it takes part with: an int32 count,
+// and so many pairs (block, tile), in any order. What follows them is not read. tile: the bits of the pair's elements,
+// or kFullBlock if all take part. Strides in elements; 0 broadcasts.
+constexpr int64_t kMaskBlock = 128;
+constexpr int32_t kFullBlock = -1;
+struct BlockLists {
+  const int32_t* data = nullptr;
+  int64_t batch_stride = 0, head_stride = 0, block_stride = 0;
+
+  const int32_t* at(int64_t batch, int64_t head, int64_t block) const {
+    return data + batch * batch_stride + head * head_stride + block * block_stride;
+  }
+};
+
+// Which blocks of queries and keys take part, and the bits of those that take part in part. Blocks are counted within a
+// sequence. A tile is kMaskBlock rows of four words: bit 2n + c of word t is that of column 8n + 2t + c, the columns
+// that a thread has of a row of accumulators. Bits past the last query or key are not read.
+struct BlockMask {
+  BlockLists keys_of_queries, queries_of_keys;  // queries_of_keys: read by backward alone
+  const int32_t* tiles = nullptr;               // rows are queries
+  const int32_t* tiles_t = nullptr;             // rows are keys
+  int64_t query_blocks = 0, key_blocks = 0;     // of the lists; 0: no mask
+
+  explicit operator bool() const { return keys_of_queries.data != nullptr; }
+};
+
 struct AttentionParams {
   Dtype dtype = Dtype::kFloat32;
   int64_t batch = 0;
@@ -87,6 +113,7 @@ struct AttentionParams {
   // for two tensors, so there the bias includes the mask.
   const uint8_t* mask = nullptr;
   int64_t mask_strides[4] = {};  // like bias_strides
+  BlockMask block_mask;          // only on the CPU, too
 
   // Philox4x32-10 with key = seed and counter = (element / 4, offset); element = row * dropout_pitch + key index.
   double dropout_p = 0.0;

@@ -82,6 +82,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, 
   const AttentionShape shape = check_attention(op, query, key, value, o);
   const CudaKernels* cuda = cuda_kernels(op, query.device());
   if (cuda != nullptr) {
+    if (is_given(o.block_keys)) return forward(op, query, key, value, without_block_mask(o, shape));
     if (!has_attention_kernel(*cuda, query, shape.dim, shape.dim_v, /*backward=*/false))
       return composed_forward(query, key, value, o);
     if (is_padded(shape)) {
@@ -167,6 +168,9 @@ Gradients backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const
 
   const CudaKernels* cuda = cuda_kernels(op, query.device());
   if (cuda != nullptr) {
+    if (is_given(o.block_keys))
+      return backward(grad_out, grad_lse, query, key, value, out, lse, rng_state, needs_grad_bias,
+                      without_block_mask(o, shape));
     if (!has_attention_kernel(*cuda, query, shape.dim, shape.dim_v, /*backward=*/true))
       return composed_backward(grad_out, grad_lse, query, key, value, rng_state, needs_grad_bias, o);
     if (is_padded(shape)) {

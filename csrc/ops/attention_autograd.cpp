@@ -55,7 +55,7 @@ struct FlashAttentionBackward : torch::autograd::Function<FlashAttentionBackward
   static variable_list saved(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out,
                              const Tensor& lse, const Tensor& rng_state, const Options& o) {
     if (o.dropout_p == 0 && !o.is_varlen() && !is_given(o.alibi_slopes) && !is_given(o.sinks) && !is_given(o.bias) &&
-        !is_given(o.mask))
+        !is_given(o.mask) && !is_given(o.block_keys))
       return {query, key, value, out, lse};
     return {query,
             key,
@@ -68,14 +68,17 @@ struct FlashAttentionBackward : torch::autograd::Function<FlashAttentionBackward
             value_or_empty(o.alibi_slopes),
             value_or_empty(o.sinks),
             value_or_empty(o.bias),
-            value_or_empty(o.mask)};
+            value_or_empty(o.mask),
+            value_or_empty(o.block_keys),
+            value_or_empty(o.block_queries),
+            value_or_empty(o.block_tiles)};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Tensor &grad_given = grads[0], &grad_lse = grads[1];
     if (!grad_given.defined() && !grad_lse.defined()) return variable_list(5);
     auto saved = ctx->get_saved_variables();
-    saved.resize(12);
+    saved.resize(15);
     const Tensor& lse = saved[4];
     const bool fused = saved[3].defined() && !needs_composed_backward(grad_given.defined() ? grad_given : grad_lse) &&
                        !(grad_lse.defined() && tangent_of(grad_lse).defined());
@@ -90,8 +93,8 @@ struct FlashAttentionBackward : torch::autograd::Function<FlashAttentionBackward
     const auto transposed = [&](const Tensor& t) { return transposed_if(heads_first, t); };
     const auto transposed_out = [&](const Tensor& t) { return transposed_if(out_heads_first, t); };
     const Tensor query = transposed(saved[0]), key = transposed(saved[1]), value = transposed(saved[2]);
-    Options o{optional(saved[6]), optional(saved[7]),  optional(saved[8]),
-              optional(saved[9]), optional(saved[10]), optional(saved[11])};
+    Options o{optional(saved[6]),  optional(saved[7]),  optional(saved[8]),  optional(saved[9]), optional(saved[10]),
+              optional(saved[11]), optional(saved[12]), optional(saved[13]), optional(saved[14])};
     Options::visit_scalars(o, [ctx](const char* name, auto& value) { value = saved_option(ctx, name, value); });
     const Tensor grad_out = grad_given.defined() ? transposed_out(grad_given) : zeros_like_out(query, value);
     const bool wants_sinks = is_given(o.sinks) && ctx->needs_input_grad(3);
@@ -205,7 +208,7 @@ namespace {
 Tensor flash_attention_heads_first(const Tensor& query, const Tensor& key, const Tensor& value, ATTENTION_SCALARS,
                                    const OptionalTensor& sinks, const OptionalTensor& bias,
                                    const OptionalTensor& mask) {
-  const Options o = dense_options(/*alibi_slopes=*/{}, sinks, bias, mask, ATTENTION_SCALAR_NAMES);
+  const Options o = dense_options(/*alibi_slopes=*/{}, sinks, bias, mask, {}, {}, {}, ATTENTION_SCALAR_NAMES);
   if (OptionalTensor out = heads_first_attention(query, key, value, o, HeadsFirstOutput::kRowsFirst))
     return *std::move(out);
   static const auto op = find_op<decltype(flash_attention)>(CUDA_EXT_OP("flash_attention"));

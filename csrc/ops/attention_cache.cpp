@@ -364,7 +364,7 @@ std::tuple<Tensor, Tensor> attend(const char* op, const Tensor& query, const Cac
 }
 
 AttentionOptions options_of(const OptionalTensor& alibi_slopes, const OptionalTensor& sinks, ATTENTION_LOGIT_SCALARS) {
-  return {{}, {}, alibi_slopes, sinks, {}, {}, {}, {}, ATTENTION_LOGIT_NAMES};
+  return {{}, {}, alibi_slopes, sinks, {}, {}, {}, {}, {}, {}, {}, ATTENTION_LOGIT_NAMES};
 }
 
 std::tuple<Tensor, Tensor> flash_attention_cached(

@@ -1,6 +1,7 @@
 #include "ops/torch_headers.h"
 
 #include "ops/attention_checks.h"
+#include "ops/block_mask.h"
 
 #include <ATen/ops/diff.h>
 #include <ATen/ops/max.h>
@@ -157,6 +158,7 @@ void check_attention_options(const AttentionShape& shape, const char* op, const 
     check_same_device(op, "sinks", *o.sinks, "query", query);
   }
   check_bias_and_mask(op, query, shape, o);
+  check_block_mask(op, query, shape, o);
 }
 
 AttentionShape check_attention(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,

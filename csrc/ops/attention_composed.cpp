@@ -16,6 +16,7 @@
 #include <cmath>
 #include <limits>
 
+#include "ops/block_mask.h"
 #include "ops/gemm_composed.h"
 #include "ops/philox.h"
 
@@ -87,7 +88,8 @@ Dense prepare(const Tensor& query, const Tensor& key, const Tensor& value, const
   if (is_given(alibi_slopes)) d.slopes = alibi_slopes->to(type).unsqueeze(-1).unsqueeze(-1);
   if (is_given(o.sinks)) d.sinks = o.sinks->to(type).view({1, heads, 1, 1});
   d.bias = value_or_empty(o.bias);
-  d.mask = value_or_empty(o.mask);
+  d.mask = value_or_empty(dense_mask(o));
+  if (is_given(o.block_keys)) d.mask = d.mask.narrow(-2, 0, query.size(1)).narrow(-1, 0, key.size(1));
   d.dropout = dropout;
   d.first_row = 0;
   d.all_rows = query.size(1);

@@ -25,12 +25,14 @@ using OptionalBool = std::optional<bool>;
 #define ATTENTION_SCALAR_NAMES ATTENTION_LOGIT_NAMES, dropout_p, deterministic
 
 // Positional, as rules of vmap need tensors.
-#define ATTENTION_TENSOR_SCHEMA \
-  "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? attn_bias=None, Tensor? attn_mask=None"
-#define ATTENTION_TENSORS                                                                      \
-  const OptionalTensor &alibi_slopes, const OptionalTensor &sinks, const OptionalTensor &bias, \
-      const OptionalTensor &mask
-#define ATTENTION_TENSOR_NAMES alibi_slopes, sinks, bias, mask
+#define ATTENTION_TENSOR_SCHEMA                                                                     \
+  "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? attn_bias=None, Tensor? attn_mask=None, " \
+  "Tensor? block_keys=None, Tensor? block_queries=None, Tensor? block_tiles=None"
+#define ATTENTION_TENSORS                                                                                \
+  const OptionalTensor &alibi_slopes, const OptionalTensor &sinks, const OptionalTensor &bias,           \
+      const OptionalTensor &mask, const OptionalTensor &block_keys, const OptionalTensor &block_queries, \
+      const OptionalTensor &block_tiles
+#define ATTENTION_TENSOR_NAMES alibi_slopes, sinks, bias, mask, block_keys, block_queries, block_tiles
 
 // All options of sequences of equal length.
 #define DENSE_SCHEMA ATTENTION_TENSOR_SCHEMA ", *, " ATTENTION_SCALAR_SCHEMA
@@ -51,6 +53,9 @@ using OptionalBool = std::optional<bool>;
 struct AttentionOptions {
   OptionalTensor cu_seqlens_q, cu_seqlens_k;  // absent for sequences of equal length
   OptionalTensor alibi_slopes, sinks, bias, mask;
+  // A BlockMask (attention.h), int32: block_keys (batch or 1, heads or 1, query blocks, 1 + 2 width), block_queries the
+  // same of key blocks, block_tiles (2, tiles, 128, 4).
+  OptionalTensor block_keys, block_queries, block_tiles;
   OptionalSymInt max_seqlen_q{}, max_seqlen_k{};
   bool causal = false;
   OptionalDouble scale{};

@@ -141,6 +141,7 @@ void fill_params(AttentionParams& p, AttentionOperands& operands, const Attentio
     p.sinks = operands.sinks.const_data_ptr();
   }
   set_bias_and_mask(p, operands, type, o, on_cuda);
+  p.block_mask = block_mask_of(o, operands.block_mask);
   p.dropout_p = o.dropout_p;
   p.uses_wgmma = wgmma_enabled;
   p.in_tf32 = on_cuda && float32_product() == Float32Product::kTf32;

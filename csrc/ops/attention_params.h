@@ -4,6 +4,7 @@
 #include "attention/attention.h"
 #include "ops/attention_checks.h"
 #include "ops/backend.h"
+#include "ops/block_mask.h"
 
 namespace cuda_ext {
 
@@ -19,6 +20,7 @@ void broadcast_strides(const Tensor& tensor, int64_t (&strides)[4]);
 // Tensors that an AttentionParams points into; keeps them alive until the launch.
 struct AttentionOperands {
   Tensor query, key, value, alibi_slopes, sinks, bias, mask, cu_seqlens_q, cu_seqlens_k;
+  BlockMaskOperands block_mask;
 };
 
 // Whether attention may use wgmma; for tests. Returns the previous answer.

@@ -37,6 +37,9 @@ def _check_attention(
     sinks: Tensor | None = None,
     attn_bias: Tensor | None = None,
     attn_mask: Tensor | None = None,
+    block_keys: Tensor | None = None,
+    block_queries: Tensor | None = None,
+    block_tiles: Tensor | None = None,
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
@@ -81,6 +84,24 @@ def _check_attention(
             f"expected attn_mask of dtype bool, got {got}; give numbers that are added to the logits as attn_bias="
         )
         check(attn_mask.dtype == torch.bool, op, expected)
+    if block_keys is not None and block_queries is not None and block_tiles is not None:
+        _check_block_mask(op, block_keys, block_queries, block_tiles, query, full)
+
+
+def _check_block_mask(
+    op: str, block_keys: Tensor, block_queries: Tensor, block_tiles: Tensor, query: Tensor, full: list[Any]
+) -> None:
+    check_same_device(op, "query", query, block_keys=block_keys, block_queries=block_queries, block_tiles=block_tiles)
+    batch, heads, *lengths = full
+    for name, lists, length in (("queries", block_keys, lengths[0]), ("keys", block_queries, lengths[1])):
+        blocks = lists.shape[2] if length is None else (length + 127) // 128
+        expected = (
+            f"expected block_mask of batch {batch} or 1, {heads} heads or 1 and {blocks} blocks of {name} (128 rows "
+            f"each), got lists of shape {shape_of(lists)}; build it for these lengths"
+        )
+        for size, wanted in zip(lists.shape[:2], (batch, heads), strict=True):
+            check((size == 1) | (size == wanted), op, expected)
+        check(lists.shape[2] == blocks, op, expected)
 
 
 def _check_tensors(op: str, query: Tensor, key: Tensor, value: Tensor, varlen: bool) -> None:

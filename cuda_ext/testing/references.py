@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from cuda_ext._attention_options import Options
+    from cuda_ext.block_mask import BlockMask
 
 __all__ = [
     "reference_attention",
@@ -210,7 +211,7 @@ def reference_attention(
 
     The logit of query i and key j is ``softcap * tanh(scale * q.k / softcap) - slope * |i + Sk - Sq - j| + attn_bias``:
     the soft cap comes before ALiBi and ``attn_bias``. ``attn_mask`` hides the keys where it is False; both broadcast to
-    (B, H, Sq, Sk). ``causal`` and ``window`` are aligned bottom-right: query i is at key position i + Sk - Sq.
+    (B, H, Sq, Sk). ``block_mask`` hides what its `to_dense` has False. ``causal`` and ``window`` are aligned bottom-right: query i is at key position i + Sk - Sq.
     ``sinks`` (H,) adds one logit without a value to the denominator, and lse includes it. A row that sees no key gives
     zeros and lse = sink, or without sinks lse = -inf and zero gradients. Dropout removes probabilities by the Philox
     numbers of (``seed``, ``offset``), see `dropout_mask`. ``deterministic`` is ignored.
@@ -266,7 +267,8 @@ def reference_attention_varlen(
             **options,
             "alibi_slopes": slopes[n] if slopes is not None and slopes.dim() == 2 else slopes,
             "attn_bias": _part_of_sequence(options.get("attn_bias"), n, q1 - q0, k1 - k0),
-            "attn_mask": _part_of_sequence(options.get("attn_mask"), n, q1 - q0, k1 - k0),
+            "attn_mask": _part_of_sequence(_dense_mask(**options), n, q1 - q0, k1 - k0),
+            "block_mask": None,
         }
         out, lse = _attention(query[None, q0:q1], key[None, k0:k1], value[None, k0:k1], keep, **own)
         outs.append(out[0])
@@ -275,6 +277,14 @@ def reference_attention_varlen(
     outs.append(outs[0].new_zeros(tail, *outs[0].shape[1:]))
     lses.append(lses[0].new_full((heads, tail), -math.inf))
     return (torch.cat(outs), torch.cat(lses, dim=1)) if return_lse else torch.cat(outs)
+
+
+def _dense_mask(
+    *, attn_mask: Tensor | None = None, block_mask: BlockMask | None = None, **others: Any
+) -> Tensor | None:
+    if block_mask is None:
+        return attn_mask
+    return block_mask.to_dense() if attn_mask is None else block_mask.to_dense() & attn_mask
 
 
 def _part_of_sequence(whole: Tensor | None, n: int, seqlen_q: int, seqlen_k: int) -> Tensor | None:
@@ -297,6 +307,7 @@ def _attention(
     sinks: Tensor | None = None,  # (H,)
     attn_bias: Tensor | None = None,  # broadcasts to (B, H, Sq, Sk)
     attn_mask: Tensor | None = None,  # the same, boolean
+    block_mask: BlockMask | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
@@ -319,6 +330,7 @@ def _attention(
         scores = scores - slopes * (i - j).abs().to(scores.dtype)
     if attn_bias is not None:
         scores = scores + attn_bias.to(scores.dtype)
+    attn_mask = _dense_mask(attn_mask=attn_mask, block_mask=block_mask)
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -math.inf)
     left, right = window or (None, None)

@@ -8,12 +8,20 @@
 // them, or some ("a share") into its own copy of the gradient if threads would be idle otherwise.
 #pragma once
 
+#include "attention/cpu/block_mask.h"
 #include "attention/cpu/few_queries.h"
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
 constexpr int64_t kBackwardKeys = 256;  // this many keys share one packing of a panel
 constexpr int64_t kKeyPairPitch = kBackwardKeys / 2 + kTileWords;
+constexpr int64_t kMaskedBlocks = kBackwardKeys / kMaskBlock;  // key blocks of a block mask in one packing
+
+// The keys of a packing that a panel sees. With a block mask, the tiles of these key blocks; null: all see all.
+struct SeenKeys {
+  int64_t begin, count;
+  const int32_t* tiles[kMaskedBlocks] = {};
+};
 
 // The buffers of one thread. _of_logits: for K Q^T and V dO^T, in elements of kDepth values. With tiles, rows and
 // columns are padded to whole ones.
@@ -126,10 +134,11 @@ struct BiasGradient {
 // gradient of the bias.
 template <int Vectors, class Buffers, class T>
 void softmax_gradient(const HeadContext<T>& head, const Buffers& scratch, const T* lse, const T* delta, int64_t i_begin,
-                      int64_t i_end, int64_t j_begin, int64_t keys, const BiasGradient<T>& grad_bias) {
+                      int64_t i_end, int64_t j_begin, const SeenKeys& seen, const BiasGradient<T>& grad_bias) {
   constexpr int lanes = kLanes<T>;
   constexpr int64_t width = Vectors * lanes;
   const AttentionParams& p = head.p;
+  const int64_t keys = seen.count;
   T* const probs = scratch.probs;
   T* const grad_logits = scratch.grad_logits;
 
@@ -141,6 +150,13 @@ void softmax_gradient(const HeadContext<T>& head, const Buffers& scratch, const 
     }
   }
   head.template apply_bias_and_mask<Vectors>(probs, i_begin, i_end, j_begin, keys);
+  for (int64_t n = 0; n < kMaskedBlocks; ++n) {
+    const int64_t first = std::max(seen.begin, n * kMaskBlock);
+    const int64_t count = std::min(seen.begin + keys, (n + 1) * kMaskBlock) - first;
+    if (seen.tiles[n] != nullptr && count > 0)
+      apply_tile<Vectors>(seen.tiles[n] + first % kMaskBlock * kTileRowWords, i_begin % kMaskBlock, count,
+                          probs + (first - seen.begin) * width);
+  }
   if (p.dropout_p > 0) {
     std::fill_n(scratch.mask, keys * width, T(1));
     apply_dropout<Vectors>(p, head.first_row + i_begin, j_begin, keys, scratch.mask);
@@ -338,6 +354,7 @@ class BackwardPass {
     for (int64_t h = h_begin; h < h_end; ++h)
       for (int64_t i = 0; i < s.q_len; ++i) std::fill_n(grad_q_of(key_head, s, h)[i], padded<T>(p_.dim), T(0));
 
+    static_assert(kMaskBlock % kPanelQueries<T> == 0);
     for (int64_t j = key_head.split * kBackwardKeys; j < s.k_len; j += splits_ * kBackwardKeys) {
       const int64_t keys = std::min(kBackwardKeys, s.k_len - j);
       scratch.pack_keys(k.from(j), v.from(j), keys, p_.dim, p_.dim_v);
@@ -356,9 +373,11 @@ class BackwardPass {
     }
   }
 
-  // K Q^T or V dO^T, times factor: out (keys, width).
-  static void product_of_logits(int64_t keys, int64_t dim, const T* a, const T* b, int64_t width, T* out, T factor) {
-    const int64_t steps = panel_dim<Storage>(dim);
+  // K Q^T or V dO^T, times factor: out (seen keys, width); a: the rows of all packed keys.
+  static void product_of_logits(const SeenKeys& seen, int64_t dim, const T* a, const T* b, int64_t width, T* out,
+                                T factor) {
+    const int64_t steps = panel_dim<Storage>(dim), keys = seen.count;
+    a += seen.begin * row_pitch<T>(steps);
     if constexpr (tiles) {
       amx_product<false>(keys, width, steps, a, row_pitch<T>(steps), b, width, out, width);
       if (factor != 1) scale_all(out, keys * width, factor);
@@ -383,60 +402,97 @@ class BackwardPass {
             : key_head.grad_bias + key_head.b * p_.grad_bias_strides[0] + h * p_.grad_bias_strides[1],
         p_.grad_bias_strides[2], p_.grad_bias_strides[3]};
     const T* lse = static_cast<const T*>(p_.lse) + head.first_row;
+    ListedBlocks listed[kMaskedBlocks];
+    const BlockMask& mask = p_.block_mask;
+    if (mask)
+      for (int64_t n = 0; n < kMaskedBlocks; ++n)
+        if (n * kMaskBlock < keys)
+          listed[n].read(mask.queries_of_keys, key_head.b, h, j / kMaskBlock + n, mask.query_blocks);
+        else
+          listed[n].clear(mask.query_blocks);
     // Queries that see any key of the block, from the start of a panel.
     const int64_t i_first =
         std::clamp<int64_t>(j - head.visible.high, 0, s.q_len) / kPanelQueries<T> * kPanelQueries<T>;
     const int64_t i_last = std::clamp<int64_t>(j + keys - head.visible.low, 0, s.q_len);
     for (int64_t i = i_first; i < i_last; i += kPanelQueries<T>) {
       const int64_t i_end = std::min(s.q_len, i + kPanelQueries<T>), queries = i_end - i;
+      const SeenKeys seen = mask ? seen_keys(listed, i, queries, keys) : SeenKeys{0, keys};
+      if (seen.count == 0) continue;
       const int64_t width = tiles ? 2 * whole_tiles((queries + 1) / 2) : padded<T>(queries);
       scratch.pack_queries(q.from(i), queries, p_.dim, width, scratch.q_t, scratch.q);
       scratch.pack_queries(grad_out.from(i), queries, p_.dim_v, width, scratch.grad_out_t, scratch.grad_out);
 
       if (few_queries_) {
+        // Not with a block mask: all keys.
         products_of_few_queries(q.from(i), queries, p_.dim, head.logit_factor, scratch.k_of_logits, keys, width,
                                 scratch.scaled_rows, scratch.products, scratch.probs);
         products_of_few_queries(grad_out.from(i), queries, p_.dim_v, T(1), scratch.v_of_logits, keys, width,
                                 scratch.scaled_rows, scratch.products, scratch.grad_logits);
       } else {
-        product_of_logits(keys, p_.dim, scratch.k_of_logits, scratch.q_t, width, scratch.probs, head.logit_factor);
-        product_of_logits(keys, p_.dim_v, scratch.v_of_logits, scratch.grad_out_t, width, scratch.grad_logits, T(1));
+        product_of_logits(seen, p_.dim, scratch.k_of_logits, scratch.q_t, width, scratch.probs, head.logit_factor);
+        product_of_logits(seen, p_.dim_v, scratch.v_of_logits, scratch.grad_out_t, width, scratch.grad_logits, T(1));
       }
       with_vectors(width / lanes, [&](auto count) {
-        softmax_gradient<decltype(count)::value>(head, scratch, lse, delta_ + head.first_row, i, i_end, j, keys,
-                                                 grad_bias);
+        softmax_gradient<decltype(count)::value>(head, scratch, lse, delta_ + head.first_row, i, i_end, j + seen.begin,
+                                                 seen, grad_bias);
       });
-      add_products_of_probs(keys, queries, width, scratch, grad_q[i], grad_q.stride);
+      add_products_of_probs(seen, queries, width, scratch, grad_q[i], grad_q.stride);
     }
   }
 
+  // Of `keys` keys, those from the first to the last that a panel sees.
+  SeenKeys seen_keys(const ListedBlocks (&listed)[kMaskedBlocks], int64_t i, int64_t queries, int64_t keys) const {
+    // Of whole tiles, which add to all of their rows of dK and dV.
+    constexpr int64_t kMultiple = 2 * kTileWords;
+    SeenKeys seen{0, 0};
+    for (int64_t n = 0; n < kMaskedBlocks; ++n) {
+      const int32_t tile = listed[n].tile(i / kMaskBlock);
+      if (tile == kNoBlock) continue;
+      KeyRange range{0, kMaskBlock};
+      if (tile != kFullBlock) {
+        seen.tiles[n] = p_.block_mask.tiles_t + tile * kMaskBlock * kTileRowWords;
+        range = keys_seen(seen.tiles[n], bits_of_panel(i % kMaskBlock, queries));
+      }
+      const int64_t begin = n * kMaskBlock + range.begin / kMultiple * kMultiple;
+      const int64_t whole_end = (range.end + kMultiple - 1) / kMultiple * kMultiple;
+      const int64_t end = std::min(keys, n * kMaskBlock + whole_end);
+      if (begin >= end) continue;
+      if (seen.count == 0) seen.begin = begin;
+      seen.count = end - seen.begin;
+    }
+    return seen;
+  }
+
   // dV += P^T dO, dK += dS^T Q, dQ += dS K, from scratch.probs and scratch.grad_logits, which it overwrites.
-  void add_products_of_probs(int64_t keys, int64_t queries, int64_t width, const Buffers& scratch, T* grad_q,
+  void add_products_of_probs(const SeenKeys& seen, int64_t queries, int64_t width, const Buffers& scratch, T* grad_q,
                              int64_t grad_q_stride) const {
     constexpr int depth = kDepth<Storage>;
+    const int64_t keys = seen.count;
     T* const probs = scratch.probs;
     T* const grad_logits = scratch.grad_logits;
     if constexpr (depth == 2) round_to_pairs_of_queries(probs, keys * width, probs);
-    add_product_over_queries(keys, p_.dim_v, queries, probs, width, scratch.grad_out, scratch.grad_v);
+    add_product_over_queries(keys, p_.dim_v, queries, probs, width, scratch.grad_out,
+                             scratch.grad_v + seen.begin * pitch_v_);
     const T* by_query = grad_logits;
     if constexpr (depth == 2) {
       round_to_pairs_of_queries(grad_logits, keys * width, probs);
       by_query = probs;
       round_to_pairs_of_keys(grad_logits, keys, width);
     }
-    add_product_over_queries(keys, p_.dim, queries, by_query, width, scratch.q, scratch.grad_k);
+    add_product_over_queries(keys, p_.dim, queries, by_query, width, scratch.q, scratch.grad_k + seen.begin * pitch_);
     const int64_t key_steps = (keys + depth - 1) / depth;
     if constexpr (tiles) {
       // Transposed, because grad_logits has the layout of a second operand.
       const int64_t whole = whole_tiles(key_steps);
       std::fill(grad_logits + key_steps * width, grad_logits + whole * width, T(0));
-      amx_product<false>(p_.dim, width, whole, scratch.k_t, kKeyPairPitch, grad_logits, width, scratch.grad_q_t, width);
+      amx_product<false>(p_.dim, width, whole, scratch.k_t + seen.begin / depth, kKeyPairPitch, grad_logits, width,
+                         scratch.grad_q_t, width);
       add_transposed(scratch.grad_q_t, width, queries, p_.dim, grad_q, grad_q_stride);
     } else {
       using Element = Packed<depth, T>;
-      block_product<true>(queries, padded<T>(p_.dim) / kLanes<T>, key_steps,
-                          reinterpret_cast<const Element*>(grad_logits), 1, width,
-                          reinterpret_cast<const Element*>(scratch.k), pitch_, grad_q, grad_q_stride);
+      block_product<true>(
+          queries, padded<T>(p_.dim) / kLanes<T>, key_steps, reinterpret_cast<const Element*>(grad_logits), 1, width,
+          reinterpret_cast<const Element*>(scratch.k + seen.begin / depth * pitch_), pitch_, grad_q, grad_q_stride);
     }
   }
 

@@ -366,7 +366,7 @@ inline bool heads_are_adjacent(const AttentionParams& p) {
 template <class Storage>
 bool are_few_queries(const AttentionParams& p, int64_t longest_q) {
   using T = Compute<Storage>;
-  if (p.dropout_p > 0) return false;
+  if (p.dropout_p > 0 || p.block_mask) return false;
   const int64_t head_rows = p.heads / p.heads_kv * longest_q;
 #if defined(CUDA_EXT_HAS_AMX_TILES)
   constexpr int64_t kFewRows = 2 * kAmxRows;

@@ -7,6 +7,7 @@
 // Sequences of a few queries use few_queries.h instead.
 #pragma once
 
+#include "attention/cpu/block_mask.h"
 #include "attention/cpu/few_queries.h"
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
@@ -36,10 +37,11 @@ bool scales_first(const HeadContext<T>& head) {
 }
 
 // Updates the panel's softmax and output with keys [j_begin, j_begin + keys), which the task has packed into k and v:
-// rows of keys; rows of values or, with tiles, columns of pairs of values.
+// rows of keys; rows of values or, with tiles, columns of pairs of values. bits: those of the keys in a tile of a block
+// mask, or null.
 template <class Storage, int Vectors, bool tiles, class T = Compute<Storage>>
 void attend(const HeadContext<T>& head, Panel<T>& panel, const T* k, const T* v, int64_t j_begin, int64_t keys,
-            T* logits) {
+            const int32_t* bits, T* logits) {
   constexpr int lanes = kLanes<T>;
   constexpr int64_t width = Vectors * lanes;
   const AttentionParams& p = head.p;
@@ -58,6 +60,7 @@ void attend(const HeadContext<T>& head, Panel<T>& panel, const T* k, const T* v,
   }
   if (head.softcap > 0) apply_softcap<Vectors>(logits, keys, head.softcap);
   head.template apply_bias_and_mask<Vectors>(logits, panel.i_begin, panel.i_end, j_begin, keys);
+  if (bits != nullptr) apply_tile<Vectors>(bits, panel.i_begin % kMaskBlock, keys, logits);
 
   Vec<T> new_max[Vectors], shift[Vectors], sum[Vectors], rescale[Vectors];
   for (int x = 0; x < Vectors; ++x) new_max[x] = splat(-std::numeric_limits<T>::infinity());
@@ -141,6 +144,10 @@ class ForwardWorker {
     const AmxTiles amx(tiles);
     start_panels(s, b, kv_head, first, end);
     if (count_ == 0) return;
+    if (p_.block_mask)
+      for (int64_t n = 0; n < count_; ++n)
+        listed_[n].read(p_.block_mask.keys_of_queries, b, panels_[n].head, panels_[n].i_begin / kMaskBlock,
+                        p_.block_mask.key_blocks);
     visit_keys(s, b, kv_head);
     for (int64_t n = 0; n < count_; ++n) store_panel(s, b, panels_[n]);
   }
@@ -175,10 +182,14 @@ class ForwardWorker {
     // Blocks of keys start at a multiple of 4, as apply_dropout requires, or of a tile of pairs; the mask hides the
     // keys this adds.
     constexpr int64_t multiple = tiles ? 2 * kTileWords : 4;
+    static_assert(kBlockKeys == kMaskBlock && kMaskBlock % kPanelQueries<T> == 0);
+    const bool by_lists = bool(p_.block_mask);
+    const int64_t first_multiple = by_lists ? kMaskBlock : multiple;
     const Visibility visible(p_, s);
-    const int64_t keys_begin = visible.key_begin(panels_[0].i_begin) / multiple * multiple,
+    const int64_t keys_begin = visible.key_begin(panels_[0].i_begin) / first_multiple * first_multiple,
                   keys_end = visible.key_end(panels_[count_ - 1].i_end);
     for (int64_t j = keys_begin; j < keys_end; j += kBlockKeys) {
+      if (by_lists && !is_listed(j / kMaskBlock)) continue;
       const int64_t j_end = std::min(keys_end, j + kBlockKeys);
       for_pieces<Storage>(p_, p_.key, s, b, kv_head, j, j_end, [&](int64_t key, auto k, int64_t count, auto after) {
         pack_rows<kDepth<Storage>>(k, count, p_.dim, k_block_ + (key - j) * pitch, after);
@@ -186,17 +197,37 @@ class ForwardWorker {
       pack_values(s, b, kv_head, j, j_end);
       for (int64_t n = 0; n < count_; ++n) {
         Panel<T>& panel = panels_[n];
-        const int64_t from = std::max(j, visible.key_begin(panel.i_begin) / multiple * multiple);
-        const int64_t to = std::min(j_end, visible.key_end(panel.i_end));
+        int64_t from = std::max(j, visible.key_begin(panel.i_begin) / multiple * multiple);
+        int64_t to = std::min(j_end, visible.key_end(panel.i_end));
+        const int32_t* bits = nullptr;
+        if (by_lists) {
+          const int32_t tile = listed_[n].tile(j / kMaskBlock);
+          if (tile == kNoBlock) continue;
+          if (tile != kFullBlock) {
+            bits = p_.block_mask.tiles_t + tile * kMaskBlock * kTileRowWords;
+            const KeyRange seen =
+                keys_seen(bits, bits_of_panel(panel.i_begin % kMaskBlock, panel.i_end - panel.i_begin));
+            from = std::max(from, j + seen.begin / multiple * multiple);
+            to = std::min(to, j + seen.end);
+            bits += (from - j) * kTileRowWords;
+          }
+        }
         if (from >= to) continue;
         const HeadContext<T> head(p_, s, b, panel.head);
         with_vectors(panel.vectors(), [&](auto vectors) {
           const T* const v = v_block_ + (tiles ? (from - j) / 2 : (from - j) * row_pitch<T>(p_.dim_v));
           attend<Storage, decltype(vectors)::value, tiles>(head, panel, k_block_ + (from - j) * pitch, v, from,
-                                                           to - from, logits_);
+                                                           to - from, bits, logits_);
         });
       }
     }
+  }
+
+  // Whether any panel sees the block of keys.
+  bool is_listed(int64_t block) const {
+    for (int64_t n = 0; n < count_; ++n)
+      if (listed_[n].has(block)) return true;
+    return false;
   }
 
   void pack_values(const Sequence& s, int64_t b, int64_t kv_head, int64_t j, int64_t j_end) {
@@ -233,7 +264,8 @@ class ForwardWorker {
   T *q_t_, *out_t_, *k_block_, *v_block_, *logits_;
   const Scratch scratch_;
   Panel<T> panels_[kBlockPanels];
-  int64_t count_ = 0;  // panels of the task
+  ListedBlocks listed_[kBlockPanels];  // key blocks of the panels, if there is a block mask
+  int64_t count_ = 0;                  // panels of the task
 };
 
 template <class Storage>
