@@ -57,8 +57,11 @@ def from_intervals(grid: Grid, intervals: Sequence[Interval]) -> Entries:
         tiles = bits.new_zeros(len(line), BLOCK, WORDS)
         first = (column * BLOCK).unsqueeze(1)
         for starts, ends in zip(start, end):
-            below_start, below_end = (bits[(each[line] - first).clamp(0, BLOCK)] for each in (starts, ends))
-            tiles |= below_end & ~below_start
+            below_start, below_end = (
+                bits.index_select(0, (each.index_select(0, line) - first).clamp(0, BLOCK).flatten())
+                for each in (starts, ends)
+            )
+            tiles |= (below_end & ~below_start).view(-1, BLOCK, WORDS)
         return tiles
 
     def chunks() -> Iterator[Chunk]:

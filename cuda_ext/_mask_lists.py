@@ -77,6 +77,23 @@ def existing_elements(grid: Grid, line: Tensor, column: Tensor) -> Tensor:
     return torch.where(rows.unsqueeze(2), columns.unsqueeze(1), 0)
 
 
+def at_end(grid: Grid, line: Tensor, column: Tensor) -> Tensor:
+    """The places of the blocks that may have elements past Sq or Sk."""
+    return ((line % grid.rows == grid.rows - 1) | (column == grid.columns - 1)).nonzero().squeeze(1)
+
+
+def _cropped(grid: Grid, line: Tensor, column: Tensor, tiles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tiles without elements past Sq and Sk; whether each has some visible element; whether it has all."""
+    last = at_end(grid, line, column)
+    existing = existing_elements(grid, line[last], column[last])
+    cropped = tiles[last] & existing
+    tiles = tiles.index_copy(0, last, cropped)
+    words = tiles.flatten(1).view(torch.int64)
+    complete = (words == -1).all(1)
+    complete[last] = (cropped == existing).flatten(1).all(1)
+    return tiles, (words != 0).any(1), complete
+
+
 def collect(grid: Grid, chunks: Iterable[Chunk], device: torch.device) -> Entries:
     """Entries from chunks in any order: tiles are cropped to Sq and Sk, blocks without a visible element are dropped,
     those with all elements become full, and equal tiles are stored once."""
@@ -87,11 +104,9 @@ def collect(grid: Grid, chunks: Iterable[Chunk], device: torch.device) -> Entrie
     for line, column, tiles in chunks:
         number = torch.full_like(line, FULL)
         if tiles is not None:
-            existing = existing_elements(grid, line, column)
-            tiles = tiles & existing
-            visible = (tiles != 0).flatten(1).any(1)
-            partial = (visible & (tiles != existing).flatten(1).any(1)).nonzero().squeeze(1)
-            pool, inverse = unique_tiles(tiles[partial])
+            tiles, visible, complete = _cropped(grid, line, column, tiles)
+            partial = (visible & ~complete).nonzero().squeeze(1)
+            pool, inverse = unique_tiles(tiles.index_select(0, partial))
             number[partial] = inverse + stored
             pools.append(pool)
             stored += len(pool)
@@ -99,7 +114,10 @@ def collect(grid: Grid, chunks: Iterable[Chunk], device: torch.device) -> Entrie
         lines.append(line)
         columns.append(column)
         numbers.append(number)
-    tiles, merged = unique_tiles(torch.cat(pools))
+    tiles = torch.cat(pools)
+    merged = torch.arange(stored, device=device)
+    if len(pools) > 2:  # the tiles of one chunk are unique
+        tiles, merged = unique_tiles(tiles)
     merged = torch.cat([merged, merged.new_full((1,), FULL)])  # FULL is also the index of the last one
     line, column, number = torch.cat(lines), torch.cat(columns), torch.cat(numbers)
     order = (line * grid.columns + column).argsort()
@@ -264,8 +282,8 @@ def check_values(op: str, side: str, grid: Grid, lists: Lists, tiles: Tensor) ->
 def check_tails(op: str, entries: Entries) -> None:
     """Kernels trust the bits of a tile also at the end of the sequences."""
     grid = entries.grid
-    at_end = (entries.line % grid.rows == grid.rows - 1) | (entries.column == grid.columns - 1)
-    chosen = (at_end & (entries.tile >= 0)).nonzero().squeeze(1)
+    chosen = at_end(grid, entries.line, entries.column)
+    chosen = chosen[entries.tile[chosen] >= 0]
     for part in chosen.split(TILES_AT_ONCE):
         line, column = entries.line[part], entries.column[part]
         outside = entries.tiles[entries.tile[part]] & ~existing_elements(grid, line, column)

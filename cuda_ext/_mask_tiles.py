@@ -76,7 +76,7 @@ def unique_tiles(tiles: Tensor) -> tuple[Tensor, Tensor]:
         return tiles, numbers
     distinct, inverse = torch.unique(_hashes(tiles), return_inverse=True)
     unique, inverse = _by_first(tiles, distinct.shape[0], inverse, numbers)
-    if not torch.equal(unique[inverse], tiles):
+    if not torch.equal(unique.index_select(0, inverse), tiles):
         rows, inverse = torch.unique(tiles.flatten(1), dim=0, return_inverse=True)
         unique, inverse = _by_first(tiles, rows.shape[0], inverse, numbers)
     return unique, inverse
@@ -87,4 +87,4 @@ def _by_first(tiles: Tensor, groups: int, inverse: Tensor, numbers: Tensor) -> t
     first, order = first.sort()
     rank = torch.empty_like(order)
     rank[order] = torch.arange(groups, device=order.device)
-    return tiles[first], rank[inverse]
+    return tiles.index_select(0, first), rank[inverse]
