@@ -38,7 +38,11 @@ def bounds_of(op: str, **bounds: Any) -> tuple[int | None, int | None]:
 
 def integers(op: str, name: str, values: Tensor | Sequence[Any], dims: Sequence[int], device: Device) -> Tensor:
     """An int64 tensor on the device, of one of these numbers of dimensions."""
-    tensor = values if isinstance(values, Tensor) else torch.as_tensor(values, dtype=torch.int64, device=device)
+    if not isinstance(values, Tensor):  # an empty list would be of floats
+        values = (
+            torch.as_tensor(values, device=device) if len(values) else torch.empty(0, dtype=torch.int64, device=device)
+        )
+    tensor = values
     kind = f"expected {name} of an integer dtype, got {dtype_name(tensor.dtype)}; convert it with .int()"
     check(tensor.dtype in _INTEGERS, op, kind)
     wanted = " or ".join(map(str, dims))

@@ -23,7 +23,7 @@ def draw(op: str, path: str | os.PathLike[str], states: Tensor, title: str) -> N
         Path(path).write_text(_svg(states.tolist(), title))
         return
     what = f"expected matplotlib to be installed for {Path(path).name}, got none"
-    check(importlib.util.find_spec("matplotlib"), op, f"{what}; install it, or draw into a file .svg")
+    check(importlib.util.find_spec("matplotlib") is not None, op, f"{what}; install it, or draw into a file .svg")
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 

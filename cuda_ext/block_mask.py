@@ -384,8 +384,8 @@ class BlockMask:
         op = "BlockMask.tree"
         check_int(op, 0, prefix_length=prefix_length)
         rows = integers(op, "parents", parents, (1, 2), device)
-        rows = rows.view(-1, rows.shape[-1])
         check(rows.numel() > 0, op, f"expected parents of at least one token, got shape {tuple(rows.shape)}")
+        rows = rows.view(-1, rows.shape[-1])
         fits = int(rows.min()) >= -1 and int(rows.max()) < rows.shape[1]
         got = f"got [{int(rows.min())}, {int(rows.max())}]"
         check(fits, op, f"expected parents in [-1, {rows.shape[1] - 1}], {got}; they count from the tree's first token")
