@@ -7,6 +7,7 @@
     cuda_ext.batch_invariant        # a row of a product does not depend on the other rows, to the bit
     cuda_ext.flash_attention, cuda_ext.flash_attention_varlen
     cuda_ext.flash_attention_with_kvcache   # for generation: caches, in pages or not, appended to in place
+    cuda_ext.BlockMask              # which blocks of keys attention visits, and their bits
     cuda_ext.merge_attention        # attention that was computed in parts
     cuda_ext.linear_cross_entropy, cuda_ext.linear_log_prob     # of logits that are never in memory
     cuda_ext.attention_plan         # what an attention call would run on a GPU, and why
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from cuda_ext import bucket, compat, dev, distributed, info, integrations, nn, ops, testing, tuning
     from cuda_ext._gemm import batch_invariant, gated_linear, gated_mlp, gemm, linear, mlp
     from cuda_ext.attention import flash_attention, flash_attention_varlen
+    from cuda_ext.block_mask import BlockMask
     from cuda_ext.integrations.patching import patch, unpatch
     from cuda_ext.kvcache import flash_attention_with_kvcache, merge_attention
     from cuda_ext.loss import linear_cross_entropy, linear_log_prob
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockMask",
     "__version__",
     "attention_plan",
     "batch_invariant",
@@ -69,6 +72,7 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "BlockMask": "block_mask",
     "attention_plan": "plan",
     "batch_invariant": "_gemm",
     "flash_attention": "attention",
