@@ -65,7 +65,7 @@ def _block_tensors(op: str, block_mask: Any) -> tuple[Tensor, Tensor, Tensor]:
         remedy = "; give booleans as attn_mask=" if isinstance(block_mask, Tensor) else ""
         got = type(block_mask).__name__
         raise RuntimeError(f"{NAMESPACE}::{op}: expected block_mask to be a cuda_ext.BlockMask, got {got}{remedy}")
-    return block_mask.op_tensors()
+    return block_mask.op_tensors
 
 
 def check_numbers(

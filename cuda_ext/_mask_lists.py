@@ -57,6 +57,11 @@ class Lists(NamedTuple):
     indices: Tensor  # (B, H, M, W)
     tiles: Tensor  # (B, H, M, W)
 
+    def packed(self) -> Tensor:
+        """(B, H, M, 1 + 2W): each count, and the pairs (block, tile)."""
+        pairs = torch.stack((self.indices, self.tiles), dim=-1).flatten(-2)
+        return torch.cat((self.counts[..., None], pairs), dim=-1)
+
 
 # Lines and columns of some blocks, and their tiles (n, 128, 4); None: the blocks are full. Of each block, at most once.
 Chunk = tuple[Tensor, Tensor, "Tensor | None"]

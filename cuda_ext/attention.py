@@ -97,6 +97,10 @@ def flash_attention(
         attn_mask: boolean, `True` where a key takes part; broadcasts like `attn_bias`, any strides. It has the meaning
             of a boolean `attn_mask` of `torch.nn.functional.scaled_dot_product_attention`. On a CUDA device,
             `attn_bias` and `attn_mask` together take a temporary tensor of the shape to which they broadcast.
+        block_mask: a `cuda_ext.BlockMask` for these lengths, whose batch and heads (of queries) may be 1. It hides keys
+            in addition to `causal`, `window`, `attn_bias` and `attn_mask`. On the CPU, forward and backward visit only
+            the blocks that it lists. On a CUDA device it is expanded to booleans first, `(batch or 1, heads or 1, Sq,
+            Sk)` bytes. NaN in keys or values of a listed block reaches rows that do not see it, as with other masks.
         dropout_p: probability of dropping a weight, in [0, 1). The dropout mask is Philox4x32-10 of a seed and an
             offset from torch's default generator of the device, so `torch.manual_seed` and `torch.cuda.manual_seed`
             apply, and each replay of a captured CUDA graph draws new numbers. Backward regenerates the mask instead of
@@ -129,7 +133,7 @@ def flash_attention(
         NotImplementedError: a CUDA tensor, but no CUDA kernel is built.
     """
     is_nested = query is not None and query.is_nested
-    has_tensors = not (alibi_slopes is sinks is attn_bias is attn_mask is block_mask is None)
+    has_tensors = not (alibi_slopes is sinks is attn_bias is attn_mask is None and block_mask is None)
     has_numbers = scale is not None or not (type(softcap) is type(dropout_p) is float and softcap == 0.0 == dropout_p)
     if has_tensors or has_numbers or window is not None or deterministic is not None or is_nested:
         options: Options = {
@@ -228,6 +232,8 @@ def flash_attention_varlen(
             key `j` of sequence `b`, both counted within the sequence. Elements past the end of a sequence are not read,
             and their gradients are 0.
         attn_mask: the same, boolean.
+        block_mask: a `cuda_ext.BlockMask` for `max_seqlen_q` queries and `max_seqlen_k` keys, of batch `B` or 1; both
+            are counted within their sequence.
 
     The remaining arguments are those of `flash_attention`; causal and window are aligned to the bottom-right corner of
     each sequence.
@@ -263,10 +269,22 @@ def flash_attention_varlen(
 
 def _call(name: str, op: Any, query: Tensor, *more: Tensor, **options: Unpack[VarlenOptions]) -> tuple[Tensor, Tensor]:
     tensors, scalars = op_arguments(name, options)
+    mask = options.get("block_mask")
+    if mask is not None and op is attention_op:
+        _check_lengths(name, mask, query, more[0])
     if scalars["dropout_p"] > 0:
         query = mapped_where_masks_differ(name, query)
     out, lse = op(query, *more, *tensors, **scalars)
     return out, lse
+
+
+def _check_lengths(name: str, mask: BlockMask, query: Tensor, key: Tensor) -> None:
+    if query.dim() != 4 or key.dim() != 4 or mask.seq_lengths == (query.shape[1], key.shape[1]):
+        return
+    raise RuntimeError(
+        f"{NAMESPACE}::{name}: expected block_mask for {query.shape[1]} queries and {key.shape[1]} keys, got one for "
+        f"{mask.seq_lengths[0]} and {mask.seq_lengths[1]}; build it for these lengths"
+    )
 
 
 def _jagged_attention(

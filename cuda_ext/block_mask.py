@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["BLOCK", "BlockMask"]
 
-_FIELDS = (
-    *("kv_counts", "kv_indices", "kv_tiles", "q_counts", "q_indices", "q_tiles"),
-    *("tiles", "tiles_t"),
-)
+# As attention reads them: keys_of_queries (B, H, Mq, 1 + 2W), a count and so many pairs (block, tile); queries_of_keys
+# the same; both_tiles (2, T, 128, 4).
+_FIELDS = ("keys_of_queries", "queries_of_keys", "both_tiles")
 
 
 class BlockMask:
@@ -57,14 +56,9 @@ class BlockMask:
     """
 
     seq_lengths: tuple[int, int]
-    kv_counts: Tensor
-    kv_indices: Tensor
-    kv_tiles: Tensor
-    q_counts: Tensor
-    q_indices: Tensor
-    q_tiles: Tensor
-    tiles: Tensor
-    tiles_t: Tensor
+    keys_of_queries: Tensor
+    queries_of_keys: Tensor
+    both_tiles: Tensor
 
     def __init__(
         self,
@@ -104,7 +98,7 @@ class BlockMask:
                 lists.check_transposed("BlockMask", lists.entries_of(grid, of_queries, tiles), of_keys)
         if of_keys is None:
             of_keys = lists.lists_of(lists.transposed(lists.entries_of(grid, of_queries, tiles)))
-        self._set(seq_lengths, (*of_queries, *of_keys, tiles, transpose_tiles(tiles)))
+        self._set(seq_lengths, (of_queries.packed(), of_keys.packed(), torch.stack((tiles, transpose_tiles(tiles)))))
 
     def _set(self, seq_lengths: tuple[int, int], tensors: Sequence[Any]) -> None:
         self.__dict__.update(zip(_FIELDS, tensors), seq_lengths=seq_lengths)
@@ -118,8 +112,9 @@ class BlockMask:
     @classmethod
     def _from_entries(cls, entries: Entries) -> BlockMask:
         mirrored = lists.transposed(entries)
-        both = (*lists.lists_of(entries), *lists.lists_of(mirrored))
-        return cls._of((entries.grid.queries, entries.grid.keys), (*both, entries.tiles, mirrored.tiles))
+        both = lists.lists_of(entries).packed(), lists.lists_of(mirrored).packed()
+        tiles = torch.stack((entries.tiles, mirrored.tiles))
+        return cls._of((entries.grid.queries, entries.grid.keys), (*both, tiles))
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(
@@ -132,12 +127,45 @@ class BlockMask:
     # Properties
 
     @property
-    def _tensors(self) -> tuple[Tensor, ...]:
-        return tuple(self.__dict__[name] for name in _FIELDS)
+    def kv_counts(self) -> Tensor:
+        return self.keys_of_queries[..., 0]
+
+    @property
+    def kv_indices(self) -> Tensor:
+        return self.keys_of_queries[..., 1::2]
+
+    @property
+    def kv_tiles(self) -> Tensor:
+        return self.keys_of_queries[..., 2::2]
+
+    @property
+    def q_counts(self) -> Tensor:
+        return self.queries_of_keys[..., 0]
+
+    @property
+    def q_indices(self) -> Tensor:
+        return self.queries_of_keys[..., 1::2]
+
+    @property
+    def q_tiles(self) -> Tensor:
+        return self.queries_of_keys[..., 2::2]
+
+    @property
+    def tiles(self) -> Tensor:
+        return self.both_tiles[0]
+
+    @property
+    def tiles_t(self) -> Tensor:
+        return self.both_tiles[1]
+
+    @property
+    def op_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """As the ops take them: block_keys, block_queries and block_tiles."""
+        return self.keys_of_queries, self.queries_of_keys, self.both_tiles
 
     @property
     def _grid(self) -> Grid:
-        return Grid(self.kv_counts.shape[0], self.kv_counts.shape[1], *self.seq_lengths)
+        return Grid(self.keys_of_queries.shape[0], self.keys_of_queries.shape[1], *self.seq_lengths)
 
     @property
     def _entries(self) -> Entries:
@@ -145,7 +173,7 @@ class BlockMask:
 
     @property
     def device(self) -> torch.device:
-        return self.kv_counts.device
+        return self.both_tiles.device
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -178,10 +206,10 @@ class BlockMask:
 
     def to(self, device: torch.device | str | int) -> BlockMask:
         """The mask on a device."""
-        return self._of(self.seq_lengths, [tensor.to(device) for tensor in self._tensors])
+        return self._of(self.seq_lengths, [tensor.to(device) for tensor in self.op_tensors])
 
     def __repr__(self) -> str:
-        if not all(isinstance(tensor, Tensor) for tensor in self._tensors):
+        if not all(isinstance(tensor, Tensor) for tensor in self.op_tensors):
             return f"BlockMask(seq_lengths={self.seq_lengths}, of other leaves than tensors)"
         grid = self._grid
         visited = f"{self.visible_blocks()} of {grid.lines * grid.columns} blocks, {self.partial_blocks()} partial"
@@ -427,11 +455,11 @@ class BlockMask:
 
 
 def _flatten(mask: BlockMask) -> tuple[list[Any], tuple[int, int]]:
-    return list(mask._tensors), mask.seq_lengths
+    return list(mask.op_tensors), mask.seq_lengths
 
 
 def _flatten_with_keys(mask: BlockMask) -> tuple[list[tuple[Any, Any]], tuple[int, int]]:
-    return [(pytree.GetAttrKey(name), tensor) for name, tensor in zip(_FIELDS, mask._tensors)], mask.seq_lengths
+    return [(pytree.GetAttrKey(name), tensor) for name, tensor in zip(_FIELDS, mask.op_tensors)], mask.seq_lengths
 
 
 def _unflatten(tensors: Any, seq_lengths: Any) -> BlockMask:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_attention import GRADIENT_FACTOR, atol, check, gradient_atol, qkv
+from test_attention import GRADIENT_FACTOR, atol, check, qkv
 from torch import Tensor
 
 import cuda_ext

@@ -211,9 +211,10 @@ def reference_attention(
 
     The logit of query i and key j is ``softcap * tanh(scale * q.k / softcap) - slope * |i + Sk - Sq - j| + attn_bias``:
     the soft cap comes before ALiBi and ``attn_bias``. ``attn_mask`` hides the keys where it is False; both broadcast to
-    (B, H, Sq, Sk). ``block_mask`` hides what its `to_dense` has False. ``causal`` and ``window`` are aligned bottom-right: query i is at key position i + Sk - Sq.
-    ``sinks`` (H,) adds one logit without a value to the denominator, and lse includes it. A row that sees no key gives
-    zeros and lse = sink, or without sinks lse = -inf and zero gradients. Dropout removes probabilities by the Philox
+    (B, H, Sq, Sk). ``block_mask`` hides what its `to_dense` has False. ``causal`` and ``window`` are aligned
+    bottom-right: query i is at key position i + Sk - Sq. ``sinks`` (H,) adds one logit without a value to the
+    denominator, and lse includes it. A row that sees no key gives zeros and lse = sink, or without sinks lse = -inf
+    and zero gradients. Dropout removes probabilities by the Philox
     numbers of (``seed``, ``offset``), see `dropout_mask`. ``deterministic`` is ignored.
     """
     batch, seqlen_q, heads, _ = query.shape

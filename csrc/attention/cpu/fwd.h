@@ -61,7 +61,6 @@ void attend(const HeadContext<T>& head, Panel<T>& panel, const T* k, const T* v,
   if (head.softcap > 0) apply_softcap<Vectors>(logits, keys, head.softcap);
   head.template apply_bias_and_mask<Vectors>(logits, panel.i_begin, panel.i_end, j_begin, keys);
   if (bits != nullptr) apply_tile<Vectors>(bits, panel.i_begin % kMaskBlock, keys, logits);
-
   Vec<T> new_max[Vectors], shift[Vectors], sum[Vectors], rescale[Vectors];
   for (int x = 0; x < Vectors; ++x) new_max[x] = splat(-std::numeric_limits<T>::infinity());
   for (int64_t j = 0; j < keys; ++j)
