@@ -151,9 +151,11 @@ Gradients composed_backward(const Tensor& grad_out, const OptionalTensor& grad_l
 
 Gradients backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
                    const Tensor& value, const Tensor& out, const Tensor& lse, const OptionalTensor& rng_state,
-                   bool needs_grad_bias, const Options& o) {
+                   bool needs_grad_bias, const Options& given) {
   constexpr const char* op = "flash_attention_backward";
-  const AttentionShape shape = check_attention(op, query, key, value, o);
+  const AttentionShape shape = check_attention(op, query, key, value, given);
+  const CudaKernels* cuda = cuda_kernels(op, query.device());
+  const Options o = cuda != nullptr ? without_block_mask(given, shape) : given;
   const auto check_like = [&](const char* name, const Tensor& tensor, const char* other_name, const Tensor& other) {
     CUDA_EXT_CHECK(tensor.sizes() == other.sizes(), op, "expected ", name, " of shape ", shape_string(other),
                    " to match ", other_name, ", got ", shape_string(tensor));
@@ -166,11 +168,7 @@ Gradients backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const
   CUDA_EXT_CHECK(!needs_grad_bias || is_given(o.bias), op,
                  "expected attn_bias with needs_grad_bias=True, got None; leave it False");
 
-  const CudaKernels* cuda = cuda_kernels(op, query.device());
   if (cuda != nullptr) {
-    if (is_given(o.block_keys))
-      return backward(grad_out, grad_lse, query, key, value, out, lse, rng_state, needs_grad_bias,
-                      without_block_mask(o, shape));
     if (!has_attention_kernel(*cuda, query, shape.dim, shape.dim_v, /*backward=*/true))
       return composed_backward(grad_out, grad_lse, query, key, value, rng_state, needs_grad_bias, o);
     if (is_padded(shape)) {
