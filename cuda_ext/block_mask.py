@@ -104,7 +104,8 @@ class BlockMask:
                 lists.check_transposed("BlockMask", lists.entries_of(grid, of_queries, tiles), of_keys)
         if of_keys is None:
             of_keys = lists.lists_of(lists.transposed(lists.entries_of(grid, of_queries, tiles)))
-        self._set(seq_lengths, (*of_queries, *of_keys, tiles, transpose_tiles(tiles)))
+        tensors = (*of_queries, *of_keys, tiles, transpose_tiles(tiles))
+        self._set(seq_lengths, [tensor.contiguous() for tensor in tensors])
 
     def _set(self, seq_lengths: tuple[int, int], tensors: Sequence[Any]) -> None:
         self.__dict__.update(zip(_FIELDS, tensors), seq_lengths=seq_lengths)
