@@ -13,7 +13,8 @@ from torch.nn.attention import flex_attention as flex
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cuda_ext import BlockMask, _mask_tiles
+from cuda_ext import BlockMask, _mask_builders, _mask_tiles
+from cuda_ext._mask_lists import Grid
 
 SIZES = (1, 2, 5, 127, 128, 129, 255, 256, 300, 385, 513)
 GARBAGE = 2**31 - 1
@@ -339,6 +340,8 @@ def test_equal_tiles_are_stored_once() -> None:
     assert len(BlockMask.documents([0, 1024, 1280, 4096], causal=True).tiles) == 1
     several = BlockMask.from_dense(torch.ones(3, 2, 640, 640, dtype=torch.bool).tril())
     assert len(several.tiles) == 1 and several.shape == (3, 2, 640, 640)
+    in_chunks = BlockMask.from_mask_mod(lambda b, h, q, k: q >= k, 2, 2, 1280, 1280)
+    assert len(in_chunks.tiles) == 1 and in_chunks.partial_blocks() == 40
 
 
 def test_full_blocks_at_the_end_have_no_tile() -> None:
@@ -353,6 +356,44 @@ def test_tiles_with_the_same_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = BlockMask.from_dense(dense)
     assert len(mask.tiles) == 16
     check(mask, dense[None, None])
+
+
+@pytest.mark.parametrize("case", range(20))
+def test_unions_of_any_intervals(case: int) -> None:
+    """Also ranges of blocks that are in one another."""
+    batch, heads, queries, keys = random.choice([1, 2]), random.choice([1, 2]), size(), size()
+    spread = random.choice([5, 200])
+    intervals = []
+    for _ in range(random.randint(1, 4)):
+        start = random.randint(-50, keys) + torch.randint(0, spread, (batch, heads, queries))
+        intervals.append((start, start + random.randint(-100, 300) + torch.randint(0, spread, (heads, queries))))
+    key = torch.arange(keys)
+    dense = sum((start.unsqueeze(3) <= key) & (key < end.unsqueeze(3)) for start, end in intervals)
+    entries = _mask_builders.from_intervals(Grid(batch, heads, queries, keys), intervals)
+    check(BlockMask._from_entries(entries), torch.as_tensor(dense).bool())
+
+
+@pytest.mark.parametrize("case", range(10))
+def test_flex_lists_that_no_mask_mod_made(case: int) -> None:
+    """Full blocks, and partial ones with a mask_mod that also shows what is not listed. Past the counts is garbage."""
+    queries, keys, side = size(), size(), random.choice([32, 64, 128, 96, 256])
+    kind = torch.randint(0, 3, (2, 3, -(-queries // side), -(-keys // side)))
+    has_mod = case % 2 == 0  # else full blocks only, and no function that could be called
+    lists = []
+    for listed in (kind == 1) & has_mod, kind == 2:
+        counts = listed.sum(3, dtype=torch.int32)
+        indices = (~listed).byte().sort(dim=3, stable=True).indices.int()
+        lists += [counts, indices.masked_fill(torch.arange(kind.shape[3]) >= counts.unsqueeze(3), GARBAGE)]
+
+    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        assert has_mod
+        return (q + k) % 3 != 0
+
+    options = {"BLOCK_SIZE": side, "mask_mod": mod, "seq_lengths": (queries, keys), "compute_q_blocks": False}
+    i, j = positions(queries, keys)
+    kind = kind.repeat_interleave(side, 2).repeat_interleave(side, 3)[:, :, :queries, :keys]
+    expected = (kind == 2) | ((kind == 1) & has_mod & ((i + j) % 3 != 0))
+    check(BlockMask.from_flex(flex.BlockMask.from_kv_blocks(*lists, **options)), expected)
 
 
 # Long masks
