@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from test_attention import GRADIENT_FACTOR, atol, check, qkv
 from torch import Tensor
 
 import cuda_ext
 from cuda_ext import BlockMask
-from cuda_ext.testing import assert_op_matches_reference, reference_attention_varlen
+from cuda_ext.testing import assert_op_matches_reference, reference_attention, reference_attention_varlen
 
 pytestmark = pytest.mark.every_backend
 
@@ -107,3 +109,227 @@ def test_random_cases_of_packed_sequences(case: int, dtype: torch.dtype) -> None
         gradient_factor=GRADIENT_FACTOR,
         atol=atol(tensors["value"]),
     )
+
+
+# Lists as they may come
+
+
+def rebuilt(mask: BlockMask, change: Any) -> BlockMask:
+    """A mask whose lists `change` has edited in place."""
+    lists = {name: getattr(mask, name).clone() for name in ("kv_counts", "kv_indices", "kv_tiles")}
+    lists |= {name: getattr(mask, name).clone() for name in ("q_counts", "q_indices", "q_tiles")}
+    for side in ("kv", "q"):
+        change(*(lists[f"{side}_{name}"] for name in ("counts", "indices", "tiles")))
+    return BlockMask(mask.seq_lengths, tiles=mask.tiles, check=False, **lists)
+
+
+def outputs(tensors: dict[str, Tensor], **options: Any) -> list[Tensor]:
+    leaves = [tensor for tensor in tensors.values() if tensor.requires_grad]
+    out, lse = cuda_ext.flash_attention(**tensors, return_lse=True, **options)
+    torch.manual_seed(5)
+    grads = torch.autograd.grad((out, lse), leaves, (torch.randn_like(out), torch.randn_like(lse)))
+    return [out.detach(), lse.detach(), *grads]
+
+
+def assert_same_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=0, atol=0, equal_nan=True)
+
+
+def test_entries_behind_the_counts_are_not_followed() -> None:
+    mask = random_mask("blocks", 1, 1, 700, 700) & BlockMask.causal(700, 700)
+    tensors = qkv(1, 700, 700, 2, 1, 16, 16, torch.float32)
+
+    def spoil(counts: Tensor, indices: Tensor, tiles: Tensor) -> None:
+        stale = torch.arange(indices.shape[-1]) >= counts[..., None]
+        indices[stale] = 2**31 - 1
+        tiles[stale] = -(2**31)
+
+    assert_same_bits(outputs(tensors, block_mask=rebuilt(mask, spoil)), outputs(tensors, block_mask=mask))
+
+
+def test_lists_in_any_order() -> None:
+    mask = BlockMask.window_with_global(700, 150, 10)
+    tensors = qkv(1, 700, 700, 2, 2, 16, 16, torch.float32)
+
+    def shuffle(counts: Tensor, indices: Tensor, tiles: Tensor) -> None:
+        for at in torch.cartesian_prod(*(torch.arange(n) for n in counts.shape)).tolist():
+            count = int(counts[tuple(at)])
+            order = torch.randperm(count)
+            for values in (indices[tuple(at)], tiles[tuple(at)]):
+                values[:count] = values[:count][order]
+
+    assert_same_bits(outputs(tensors, block_mask=rebuilt(mask, shuffle)), outputs(tensors, block_mask=mask))
+
+
+def test_lists_that_change_between_calls() -> None:
+    mask = BlockMask.blocks(torch.ones(3, 3, dtype=torch.bool), 128)
+    tensors = qkv(1, 384, 384, 1, 1, 16, 16, torch.float32)
+    before = outputs(tensors, block_mask=mask)
+    for counts in (mask.kv_counts, mask.q_counts):
+        counts.fill_(1)  # the first block of keys, or queries, alone
+    first = torch.zeros(3, 3, dtype=torch.bool)
+    first[:, 0] = True
+    expected = cuda_ext.flash_attention(**tensors, block_mask=BlockMask.blocks(first, 128))
+    assert_same_bits([cuda_ext.flash_attention(**tensors, block_mask=mask)], [expected])
+    assert not torch.equal(before[0], expected)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (129, 300), (300, 129), (200, 200)], ids=str)
+def test_full_blocks_at_ragged_ends(sizes: tuple[int, int]) -> None:
+    sq, sk = sizes
+    mask = BlockMask.from_dense(torch.ones(sq, sk, dtype=torch.bool))
+    assert mask.partial_blocks() == 0
+    tensors = qkv(2, sq, sk, 2, 1, 16, 16, torch.float32)
+    for actual, plain in zip(outputs(tensors, block_mask=mask), outputs(tensors), strict=True):
+        torch.testing.assert_close(actual, plain)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_rows_and_heads_without_keys(sinks: bool) -> None:
+    dense = torch.rand(1, 3, 300, 300) < 0.5
+    dense[:, 1] = False  # a head
+    dense[:, :, 128:256] = False  # a block of queries
+    dense[:, :, 7] = False
+    tensors = qkv(1, 300, 300, 3, 3, 16, 16, torch.float32)
+    if sinks:
+        tensors["sinks"] = torch.randn(3, requires_grad=True)
+    check(tensors, block_mask=BlockMask.from_dense(dense))
+    out, lse = cuda_ext.flash_attention(**tensors, block_mask=BlockMask.from_dense(dense), return_lse=True)
+    assert out[:, :, 1].eq(0).all() and out[:, 128:256].eq(0).all() and out[:, 7].eq(0).all()
+    expected = tensors["sinks"][1] if sinks else torch.tensor(-torch.inf)
+    torch.testing.assert_close(lse[:, 1], expected.expand(1, 300))
+
+
+@pytest.mark.cpu_only("there all blocks are read")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocks_that_are_not_listed_are_not_read(dtype: torch.dtype) -> None:
+    mask = BlockMask.blocks(torch.eye(4, dtype=torch.bool), 128, 500, 500)
+    tensors = qkv(1, 500, 500, 2, 1, 16, 24, dtype)
+    good = outputs(tensors, block_mask=mask)
+    bad = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    for name in ("key", "value"):
+        bad[name][:, 128:256] = torch.nan
+    found = outputs({name: t.requires_grad_() for name, t in bad.items()}, block_mask=mask)
+    rows = [*range(128), *range(256, 500)]
+    assert_same_bits([t[:, rows] for t in (found[0], *found[2:])], [t[:, rows] for t in (good[0], *good[2:])])
+
+
+def test_dropout_has_the_numbers_of_a_call_without_lists() -> None:
+    mask = BlockMask.documents([0, 100, 391], causal=True)
+    tensors = qkv(1, 391, 391, 2, 1, 16, 16, torch.float32)
+    results = []
+    for option in ({"block_mask": mask}, {"attn_mask": mask.to_dense()}):
+        torch.manual_seed(3)
+        results.append(cuda_ext.flash_attention(**tensors, dropout_p=0.3, **option))
+    grads = [torch.autograd.grad(out, list(tensors.values()), torch.ones_like(out)) for out in results]
+    torch.testing.assert_close(results[0], results[1])
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+# PyTorch's transforms
+
+
+def small() -> tuple[dict[str, Tensor], BlockMask]:
+    tensors = qkv(2, 140, 135, 2, 1, 8, 8, torch.float64)
+    return tensors, BlockMask.from_dense(torch.rand(2, 2, 140, 135) < 0.3)
+
+
+@pytest.mark.cpu_only("float64")
+def test_second_derivatives() -> None:
+    tensors, mask = small()
+
+    def gradient(function: Any, **options: Any) -> tuple[Tensor, ...]:
+        out = function(**tensors, **options)
+        (first,) = torch.autograd.grad(out.square().sum(), tensors["query"], create_graph=True)
+        return torch.autograd.grad(first.sin().sum(), list(tensors.values()))
+
+    expected = gradient(reference_attention, attn_mask=mask.to_dense())
+    for a, e in zip(gradient(cuda_ext.flash_attention, block_mask=mask), expected, strict=True):
+        torch.testing.assert_close(a, e)
+
+
+@pytest.mark.cpu_only("float64")
+def test_forward_mode_and_vmap() -> None:
+    tensors, mask = small()
+    query, key, value = (t.detach() for t in tensors.values())
+    call = functools.partial(cuda_ext.flash_attention, block_mask=mask)
+    plain = functools.partial(reference_attention, attn_mask=mask.to_dense())
+    tangents = tuple(torch.randn_like(t) for t in (query, key, value))
+    for a, e in zip(
+        torch.func.jvp(call, (query, key, value), tangents),
+        torch.func.jvp(plain, (query, key, value), tangents),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, e)
+    queries = torch.stack([query, 2 * query])
+    mapped = torch.vmap(lambda q: call(q, key, value))(queries)
+    torch.testing.assert_close(mapped, torch.stack([plain(q, key, value) for q in queries]))
+
+
+def test_compiled_with_the_mask_as_an_argument() -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def function(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tensor:
+        return cuda_ext.flash_attention(query, key, value, block_mask=mask).sin()
+
+    for length in (130, 200):
+        tensors = qkv(1, length, length, 2, 1, 16, 16, torch.float32)
+        mask = BlockMask.causal(length, length)
+        out = function(**tensors, mask=mask)
+        expected = cuda_ext.flash_attention(**tensors, causal=True).sin()
+        torch.testing.assert_close(out, expected)
+        both = [torch.autograd.grad(o.sum(), list(tensors.values())) for o in (out, expected)]
+        torch.testing.assert_close(*both)
+
+
+def test_checkpointing_and_autocast() -> None:
+    tensors = qkv(1, 200, 200, 2, 1, 16, 16, torch.float32)
+    call = functools.partial(cuda_ext.flash_attention, block_mask=BlockMask.causal(200, 200))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = torch.utils.checkpoint.checkpoint(call, *tensors.values(), use_reentrant=False)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert tensors["key"].grad is not None and tensors["key"].grad.dtype == torch.float32
+
+
+# Wrong arguments
+
+
+def test_errors() -> None:
+    tensors = qkv(2, 200, 300, 4, 2, 8, 8, torch.float32)
+
+    def expect(message: str, mask: Any) -> None:
+        with pytest.raises(RuntimeError, match=message):
+            cuda_ext.flash_attention(**tensors, block_mask=mask)
+
+    lengths = "expected block_mask for 200 queries and 300 keys, got one for 300 and 300; build it for these lengths"
+    expect(lengths, BlockMask.causal(300, 300))
+    booleans = "expected block_mask to be a cuda_ext.BlockMask, got Tensor; give booleans as attn_mask="
+    expect(booleans, torch.ones(200, 300, dtype=torch.bool))
+    shapes = (
+        r"expected block_mask of batch 2 or 1, 4 heads or 1 and 2 blocks of queries \(128 rows each\), got lists of"
+    )
+    expect(shapes, BlockMask.from_dense(torch.ones(3, 1, 200, 300, dtype=torch.bool)))
+    expect(shapes, BlockMask.from_dense(torch.ones(1, 2, 200, 300, dtype=torch.bool)))
+    if tensors["query"].is_cpu:
+        for name, value, message in (
+            ("kv_counts", 99, "expected counts in block_keys of at most 3, the entries of a list, got 99"),
+            ("kv_indices", 7, r"expected blocks in block_keys in \[0, 3\), got 7; build the mask with"),
+            ("kv_indices", -1, r"expected blocks in block_keys in \[0, 3\), got -1; build the mask with"),
+            ("q_tiles", 5, r"expected tiles in block_queries in \[0, 4\) or -1 for all of a block, got 5"),
+        ):
+            mask = BlockMask.causal(200, 300)
+            getattr(mask, name).fill_(value)
+            expect(message, mask)
+
+
+def test_jagged_tensors() -> None:
+    lengths = (130, 70)
+    parts = [torch.randn(n, 2, 16, requires_grad=True) for n in lengths]
+    nested = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+    mask = BlockMask.window(130, 130, 20, 0)
+    out = cuda_ext.flash_attention(nested, nested, nested, block_mask=mask)
+    for part, found in zip(parts, out.unbind(), strict=True):
+        dense = mask.to_dense()[..., : len(part), : len(part)]
+        expected = cuda_ext.flash_attention(part[None], part[None], part[None], attn_mask=dense)
+        torch.testing.assert_close(found, expected[0])
