@@ -141,9 +141,10 @@ def test_attention(size: int, workers: Any) -> None:
 
 @on_ranks(2)
 def attention() -> None:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+    from torch.utils import _pytree as pytree
 
-    from cuda_ext import flash_attention
+    from cuda_ext import BlockMask, flash_attention
 
     def call(**arguments: Any) -> Any:
         return flash_attention(**arguments, causal=True, return_lse=True)
@@ -152,6 +153,15 @@ def attention() -> None:
         return flash_attention(**arguments, attn_bias=attn_bias, attn_mask=attn_bias.detach() < 1, return_lse=True)
 
     n = world_size()
+    dense = torch.arange(n * 4 * n * 5 * 7).view(n, 4 * n, 5, 7) % 3 != 0
+
+    def blocked(**arguments: Any) -> Any:
+        """Its tensors become DTensors as those of any pytree do."""
+        mask = BlockMask.from_dense(dense)
+        if isinstance(arguments["query"], DTensor):
+            mesh = arguments["query"].device_mesh
+            mask = pytree.tree_map(lambda t: distribute_tensor(t, mesh, [Replicate()] * mesh.ndim), mask)
+        return flash_attention(**arguments, block_mask=mask, return_lse=True)
 
     def shapes(batch: int, heads: int, heads_kv: int, **more: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         kv = (batch, 7, heads_kv, 4)
@@ -163,6 +173,8 @@ def attention() -> None:
     check(call, full, {**by_batch, "attn_bias": 0}, out="S(0)")
     check(masked, full, {**by_heads, "sinks": 0, "attn_bias": 1}, out="S(2)")
     check(masked, full, {**by_batch, "attn_bias": 0}, out="S(0)")
+    check(blocked, shapes(n, 4 * n, 2 * n), by_heads, out="S(2)")
+    check(blocked, shapes(n, 4 * n, 2 * n), by_batch, out="S(0)")
     check(call, shapes(2 * n + 1, 2, 1, attn_bias=(5, 7)), by_batch, out="S(0)")
     check(call, shapes(2, n + 1, n + 1, attn_bias=(n + 1, 1, 1)), by_heads, out="S(2)")  # uneven
     check(call, shapes(2, 2 * n, 1), {"query": 2}, out="S(2)")  # all read one head

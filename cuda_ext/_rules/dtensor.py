@@ -266,6 +266,9 @@ class _Split:
     def bias(self, bias: Any) -> Placement:
         return _split_at(bias, 1 if self.by_heads else 0, 4)
 
+    def block_mask(self, keys: Any, queries: Any, tiles: Any) -> list[Placement]:
+        return [self.bias(keys), self.bias(queries), REPLICATE]
+
 
 def _attention_splits(query: Any, key: Any) -> Iterator[_Split]:
     if query.ndim == 4:
@@ -282,13 +285,14 @@ def _attention(
     sinks: Any,
     bias: Any,
     mask: Any,
-    *,
+    *block_mask: Any,
     dropout_p: float = 0.0,
     **options: Any,
 ) -> Iterator[Rule]:
     _refuse_dropout(dropout_p)
     for split in _attention_splits(query, key):
         others = [split.alibi_slopes(slopes), split.sinks, split.bias(bias), split.bias(mask)]
+        others += split.block_mask(*block_mask)
         yield [split.query, split.lse], [split.query, split.key, split.key, *others]
 
 
@@ -320,7 +324,7 @@ def _attention_backward(
     sinks: Any,
     bias: Any,
     mask: Any,
-    *,
+    *block_mask: Any,
     dropout_p: float = 0.0,
     **options: Any,
 ) -> Iterator[Rule]:
@@ -333,7 +337,11 @@ def _attention_backward(
         places = [q, split.lse, q, k, k, q, split.lse, REPLICATE, None, REPLICATE, REPLICATE]
         yield (
             [q, sums_key, sums_key, grad_sinks, grad_bias],
-            [*places, split.alibi_slopes(slopes), split.sinks, at_bias, split.bias(mask)],
+            [
+                *places,
+                *(split.alibi_slopes(slopes), split.sinks, at_bias, split.bias(mask)),
+                *split.block_mask(*block_mask),
+            ],
         )
 
 
