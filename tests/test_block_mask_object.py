@@ -261,13 +261,20 @@ ARGUMENTS: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"), STRUCTURE + ARGUMENTS, ids=lambda each: each if isinstance(each, str) else ""
-)
-def test_an_error_says_what_is_wrong(call: Callable[[], Any], message: str) -> None:
+def check_error(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(RuntimeError, match=message) as error:
         call()
     assert str(error.value).startswith("cuda_ext::BlockMask") and "expected" in str(error.value)
+
+
+@pytest.mark.parametrize(("call", "message"), STRUCTURE)
+def test_wrong_lists_are_errors(call: Callable[[], Any], message: str) -> None:
+    check_error(call, message)
+
+
+@pytest.mark.parametrize(("call", "message"), ARGUMENTS)
+def test_wrong_arguments_are_errors(call: Callable[[], Any], message: str) -> None:
+    check_error(call, message)
 
 
 def test_without_checks_wrong_lists_are_taken() -> None:
