@@ -13,6 +13,7 @@ from cuda_ext._checks import check, dtype_name, shape_of
 Device = torch.device | str | int | None
 
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+_FAR = 2**40  # beyond any sequence
 
 
 def device_of(device: Device, tensor: Tensor | None = None) -> torch.device:
@@ -32,17 +33,18 @@ def bounds_of(op: str, **bounds: Any) -> tuple[int | None, int | None]:
     for name, bound in bounds.items():
         fits = bound is None or (isinstance(bound, int) and not isinstance(bound, bool))
         check(fits, op, f"expected {name} to be an int, or None or -1 for no bound, got {bound!r}")
-    left, right = (None if bound == -1 else bound for bound in bounds.values())
+    # Bounds that do not fit into int64 are bounds, too.
+    left, right = (None if bound in (None, -1) else min(max(bound, -_FAR), _FAR) for bound in bounds.values())
     return left, right
 
 
 def integers(op: str, name: str, values: Tensor | Sequence[Any], dims: Sequence[int], device: Device) -> Tensor:
     """An int64 tensor on the device, of one of these numbers of dimensions."""
-    if not isinstance(values, Tensor):  # an empty list would be of floats
-        values = (
-            torch.as_tensor(values, device=device) if len(values) else torch.empty(0, dtype=torch.int64, device=device)
-        )
-    tensor = values
+    check(hasattr(values, "__len__"), op, f"expected {name} to be a tensor or a list, got {values!r}")
+    if isinstance(values, Tensor):
+        tensor = values
+    else:  # an empty list would be of floats
+        tensor = torch.as_tensor(values, dtype=None if len(values) else torch.int64, device=device)
     kind = f"expected {name} of an integer dtype, got {dtype_name(tensor.dtype)}; convert it with .int()"
     check(tensor.dtype in _INTEGERS, op, kind)
     wanted = " or ".join(map(str, dims))

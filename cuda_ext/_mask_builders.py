@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cuda_ext._mask_lists import Chunk, Entries, Grid, collect, collect_found, in_chunks, places, transposed
-from cuda_ext._mask_tiles import BLOCK, WORDS, pack_bits, prefix_bits
+from cuda_ext._mask_lists import TILES_AT_ONCE, Chunk, Entries, Grid, collect, collect_found, places, transposed
+from cuda_ext._mask_tiles import BLOCK, WORDS, pack_bits, prefix_bits, unique_rows
 
 ELEMENT_BLOCKS = 64  # blocks whose elements are computed at once: 2^20 elements, 8 MiB for each int64 intermediate
 ROW_ELEMENTS = 2**22  # of a dense mask, read at once
@@ -51,24 +51,34 @@ def from_intervals(grid: Grid, intervals: Sequence[Interval]) -> Entries:
     full_end = torch.where(full_end == grid.keys, grid.columns, full_end // BLOCK)
     line, column = _blocks_of_ranges(start.amin(2) // BLOCK, (end.amax(2) + BLOCK - 1) // BLOCK)
     full = ((full_start[:, line] <= column) & (column < full_end[:, line])).any(0)
-    bits = prefix_bits(start.device)
-
-    def tiles_of(line: Tensor, column: Tensor) -> Tensor:
-        tiles = bits.new_zeros(len(line), BLOCK, WORDS)
-        first = (column * BLOCK).unsqueeze(1)
-        for starts, ends in zip(start, end):
-            below_start, below_end = (
-                bits.index_select(0, (each.index_select(0, line) - first).clamp(0, BLOCK).flatten())
-                for each in (starts, ends)
-            )
-            tiles |= (below_end & ~below_start).view(-1, BLOCK, WORDS)
-        return tiles
+    start, end = start.int(), end.int()
+    inside = torch.arange(BLOCK, device=line.device)
 
     def chunks() -> Iterator[Chunk]:
-        yield line[full], column[full], None
-        yield from in_chunks(line[~full], column[~full], tiles_of)
+        yield Chunk(line[full], column[full], None)
+        for lines, columns in zip(line[~full].split(TILES_AT_ONCE), column[~full].split(TILES_AT_ONCE)):
+            first = (columns * BLOCK).int().unsqueeze(1)
+            low, high = (
+                (each.index_select(1, lines) - first).clamp_(0, BLOCK).to(torch.uint8) for each in (start, end)
+            )
+            exists = inside < (grid.queries - lines % grid.rows * BLOCK).unsqueeze(1)
+            seen = (low < high) & exists  # all empty intervals are written alike
+            ranges = torch.stack([low * seen, high * seen]).permute(2, 0, 1, 3)  # (n, 2, k, 128)
+            # Intervals have an eighth of the bytes of tiles, so that equal ones are found before there are tiles.
+            different, which = unique_rows(ranges.contiguous())
+            yield Chunk(lines, columns, _tiles_of_ranges(different), which)
 
     return collect(grid, chunks(), start.device)
+
+
+def _tiles_of_ranges(ranges: Tensor) -> Tensor:
+    """uint8 (n, 2, k, 128), starts and ends, to tiles."""
+    bits = prefix_bits(ranges.device)
+    tiles = bits.new_zeros(ranges.shape[0], BLOCK, WORDS)
+    for low, high in (each.unbind(1) for each in ranges.int().unbind(2)):
+        below_low, below_high = (bits.index_select(0, each.flatten()) for each in (low, high))
+        tiles |= (below_high & ~below_low).view(tiles.shape)
+    return tiles
 
 
 def _blocks_of_ranges(first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,10 +127,10 @@ def from_dense(mask: Tensor) -> Entries:
             blocks = F.pad(rows, (0, width - grid.keys)).view(-1, BLOCK, grid.columns, BLOCK)
             full, some = blocks.all(3).all(1), blocks.any(3).any(1)
             place, column = places(full)
-            yield line[place], column, None
+            yield Chunk(line[place], column, None)
             place, column = places(some & ~full)
             if len(place):
-                yield line[place], column, pack_bits(blocks[place, :, column])
+                yield Chunk(line[place], column, pack_bits(blocks[place, :, column]))
 
     return collect(grid, chunks(), mask.device)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext._checks import check, check_same_device, check_shape, dtype_name, shape_of
-from cuda_ext._mask_tiles import BLOCK, WORDS, prefix_bits, transpose_tiles, unique_tiles
+from cuda_ext._mask_tiles import BLOCK, WORDS, prefix_bits, transpose_tiles, unique_rows
 
 FULL, EMPTY = -1, -2  # instead of the number of a tile
 TILES_AT_ONCE = 4096  # 8 MiB
@@ -63,8 +63,13 @@ class Lists(NamedTuple):
         return torch.cat((self.counts[..., None], pairs), dim=-1)
 
 
-# Lines and columns of some blocks, and their tiles (n, 128, 4); None: the blocks are full. Of each block, at most once.
-Chunk = tuple[Tensor, Tensor, "Tensor | None"]
+class Chunk(NamedTuple):
+    """Some blocks; in all chunks of a mask, each at most once."""
+
+    line: Tensor  # (n,)
+    column: Tensor  # (n,)
+    tiles: Tensor | None  # (n, 128, 4); None: the blocks are full
+    which: Tensor | None = None  # (n,): the tile of each block, of any number of tiles that are cropped to Sq and Sk
 
 
 def in_chunks(
@@ -72,7 +77,7 @@ def in_chunks(
 ) -> Iterator[Chunk]:
     for lines, columns in zip(line.split(size), column.split(size)):
         if len(lines):
-            yield lines, columns, tiles_of(lines, columns)
+            yield Chunk(lines, columns, tiles_of(lines, columns))
 
 
 def existing_elements(grid: Grid, line: Tensor, column: Tensor) -> Tensor:
@@ -87,42 +92,43 @@ def at_end(grid: Grid, line: Tensor, column: Tensor) -> Tensor:
     return ((line % grid.rows == grid.rows - 1) | (column == grid.columns - 1)).nonzero().squeeze(1)
 
 
-def _cropped(grid: Grid, line: Tensor, column: Tensor, tiles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tiles without elements past Sq and Sk; whether each has some visible element; whether it has all."""
+def _numbered(grid: Grid, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Lines, columns and numbers of the tiles of the visible blocks, and the tiles. Of equal tiles one is looked at."""
+    line, column, tiles, which = chunk
+    if tiles is None:
+        return line, column, torch.full_like(line, FULL), _no_tiles(line.device)
     last = at_end(grid, line, column)
     existing = existing_elements(grid, line[last], column[last])
-    cropped = tiles[last] & existing
-    tiles = tiles.index_copy(0, last, cropped)
+    if which is None:
+        tiles, which = unique_rows(tiles.index_copy(0, last, tiles[last] & existing))
     words = tiles.flatten(1).view(torch.int64)
-    complete = (words == -1).all(1)
-    complete[last] = (cropped == existing).flatten(1).all(1)
-    return tiles, (words != 0).any(1), complete
+    visible, complete = (words != 0).any(1)[which], (words == -1).all(1)[which]
+    complete[last] = (tiles[which[last]] == existing).flatten(1).all(1)
+    partial = (visible & ~complete).nonzero().squeeze(1)
+    used, inverse = torch.unique(which[partial], return_inverse=True)
+    number = torch.full_like(line, FULL)
+    number[partial] = inverse
+    return line[visible], column[visible], number[visible], tiles.index_select(0, used)
+
+
+def _no_tiles(device: torch.device) -> Tensor:
+    return torch.empty(0, BLOCK, WORDS, dtype=torch.int32, device=device)
 
 
 def collect(grid: Grid, chunks: Iterable[Chunk], device: torch.device) -> Entries:
     """Entries from chunks in any order: tiles are cropped to Sq and Sk, blocks without a visible element are dropped,
     those with all elements become full, and equal tiles are stored once."""
     nothing = torch.empty(0, dtype=torch.int64, device=device)
-    lines, columns, numbers = [nothing], [nothing], [nothing]
-    pools = [torch.empty(0, BLOCK, WORDS, dtype=torch.int32, device=device)]
+    lines, columns, numbers, pools = [nothing], [nothing], [nothing], [_no_tiles(device)]
     stored = 0
-    for line, column, tiles in chunks:
-        number = torch.full_like(line, FULL)
-        if tiles is not None:
-            tiles, visible, complete = _cropped(grid, line, column, tiles)
-            partial = (visible & ~complete).nonzero().squeeze(1)
-            pool, inverse = unique_tiles(tiles.index_select(0, partial))
-            number[partial] = inverse + stored
-            pools.append(pool)
-            stored += len(pool)
-            line, column, number = line[visible], column[visible], number[visible]
+    for chunk in chunks:
+        line, column, number, pool = _numbered(grid, chunk)
         lines.append(line)
         columns.append(column)
-        numbers.append(number)
-    tiles = torch.cat(pools)
-    merged = torch.arange(stored, device=device)
-    if len(pools) > 2:  # the tiles of one chunk are unique
-        tiles, merged = unique_tiles(tiles)
+        numbers.append(torch.where(number == FULL, FULL, number + stored))
+        pools.append(pool)
+        stored += len(pool)
+    tiles, merged = unique_rows(torch.cat(pools))
     merged = torch.cat([merged, merged.new_full((1,), FULL)])  # FULL is also the index of the last one
     line, column, number = torch.cat(lines), torch.cat(columns), torch.cat(numbers)
     order = (line * grid.columns + column).argsort()
@@ -145,7 +151,7 @@ def collect_found(
     """Entries of bool (lines, columns): of blocks that are in `some`, but not `full`, `tiles_of` makes the tiles."""
 
     def chunks() -> Iterator[Chunk]:
-        yield (*places(full), None)
+        yield Chunk(*places(full), None)
         yield from in_chunks(*places(some & ~full), tiles_of, size)
 
     return collect(grid, chunks(), full.device)

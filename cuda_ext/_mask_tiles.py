@@ -55,36 +55,38 @@ def transpose_tiles(tiles: Tensor) -> Tensor:
     return words.view(-1, 16, WORDS, 2, WORDS).transpose(2, 4).reshape(tiles.shape)
 
 
-def _hashes(tiles: Tensor) -> Tensor:
-    """int64 (T,). Words are mixed before they are added, because a sum alone would lose their high bits."""
-    words = tiles.reshape(tiles.shape[0], BLOCK * WORDS).view(torch.int64) * _GOLDEN
+def _hashes(rows: Tensor) -> Tensor:
+    """int64 (n,) of (n, ...), each a multiple of 8 bytes. Words are mixed before they are added, because a sum alone
+    would lose their high bits."""
+    words = rows.flatten(1).view(torch.int64) * _GOLDEN
     words ^= words >> 32
-    factors = torch.arange(1, words.shape[1] + 1, device=tiles.device) * _GOLDEN
+    factors = torch.arange(1, words.shape[1] + 1, device=rows.device) * _GOLDEN
     factors = (factors ^ (factors >> 30)) * _MIX
     return (words * ((factors ^ (factors >> 27)) | 1)).sum(1)
 
 
-def unique_tiles(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """The different tiles (U, 128, 4) in order of their first appearance, and the number of each in them, int64 (T,).
+def unique_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The different ones of n tiles, or other contiguous rows, in order of their first appearance, and the number of
+    each in them, int64 (n,).
 
-    Tiles are sorted by a hash, which is much faster than sorting rows of 512 words. The result is verified; if two
-    different tiles share a hash, rows are sorted after all.
+    Rows are sorted by a hash, which is much faster than sorting them by 512 words. The result is verified; if two
+    different rows share a hash, whole rows are sorted after all.
     """
-    count = tiles.shape[0]
-    numbers = torch.arange(count, device=tiles.device)
+    count = rows.shape[0]
+    numbers = torch.arange(count, device=rows.device)
     if count < 2:
-        return tiles, numbers
-    distinct, inverse = torch.unique(_hashes(tiles), return_inverse=True)
-    unique, inverse = _by_first(tiles, distinct.shape[0], inverse, numbers)
-    if not torch.equal(unique.index_select(0, inverse), tiles):
-        rows, inverse = torch.unique(tiles.flatten(1), dim=0, return_inverse=True)
-        unique, inverse = _by_first(tiles, rows.shape[0], inverse, numbers)
+        return rows, numbers
+    distinct, inverse = torch.unique(_hashes(rows), return_inverse=True)
+    unique, inverse = _by_first(rows, distinct.shape[0], inverse, numbers)
+    if not torch.equal(unique.index_select(0, inverse), rows):
+        distinct, inverse = torch.unique(rows.flatten(1), dim=0, return_inverse=True)
+        unique, inverse = _by_first(rows, distinct.shape[0], inverse, numbers)
     return unique, inverse
 
 
-def _by_first(tiles: Tensor, groups: int, inverse: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    first = numbers.new_full((groups,), tiles.shape[0]).scatter_reduce(0, inverse, numbers, "amin")
+def _by_first(rows: Tensor, groups: int, inverse: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    first = numbers.new_full((groups,), rows.shape[0]).scatter_reduce(0, inverse, numbers, "amin")
     first, order = first.sort()
     rank = torch.empty_like(order)
     rank[order] = torch.arange(groups, device=order.device)
-    return tiles.index_select(0, first), rank[inverse]
+    return rows.index_select(0, first), rank[inverse]

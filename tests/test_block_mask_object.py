@@ -216,6 +216,7 @@ ARGUMENTS: list[tuple[Callable[[], Any], str]] = [
     (lambda: M.documents([1, 3]), r"cu_seqlens to begin with 0 and never to fall, got \[1, 3\]; give document ids"),
     (lambda: M.documents([0, 3, 2]), r"never to fall, got \[0, 3, 2\]"),
     (lambda: M.documents([0, 0.5]), "expected cu_seqlens of an integer dtype, got float32"),
+    (lambda: M.documents(3), "expected cu_seqlens to be a tensor or a list, got 3"),
     (lambda: M.documents([0, 3], S=2), "expected S to be an int of 3 or more, got 2"),
     (lambda: M.documents([0]), "expected S to be an int of 1 or more, got 0"),
     (lambda: M.documents(ids=ones(1, 1, 3).int()), r"expected ids with 1 or 2 dimensions, got shape \(1, 1, 3\)"),
@@ -260,13 +261,20 @@ ARGUMENTS: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"), STRUCTURE + ARGUMENTS, ids=lambda each: each if isinstance(each, str) else ""
-)
-def test_an_error_says_what_is_wrong(call: Callable[[], Any], message: str) -> None:
+def check_error(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(RuntimeError, match=message) as error:
         call()
     assert str(error.value).startswith("cuda_ext::BlockMask") and "expected" in str(error.value)
+
+
+@pytest.mark.parametrize(("call", "message"), STRUCTURE)
+def test_wrong_lists_are_errors(call: Callable[[], Any], message: str) -> None:
+    check_error(call, message)
+
+
+@pytest.mark.parametrize(("call", "message"), ARGUMENTS)
+def test_wrong_arguments_are_errors(call: Callable[[], Any], message: str) -> None:
+    check_error(call, message)
 
 
 def test_without_checks_wrong_lists_are_taken() -> None:
