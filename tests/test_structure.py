@@ -51,7 +51,7 @@ FILES = {
     "bucketing": "cuda_ext/distributed/bucketing",
     "public ops": "cuda_ext/{_gemm,attention,kvcache,loss,bucket,ops}.py",
     "rules": "cuda_ext/_rules",
-    "support": "cuda_ext/{_*,dev,info}.py",
+    "support": "cuda_ext/{_*,block_mask,dev,info}.py",
 }
 
 

@@ -47,6 +47,7 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
                 "gemm_plan",
                 "batch_invariant",
                 "attention_plan",
+                "BlockMask",
                 "flash_attention",
                 "flash_attention_varlen",
                 "flash_attention_with_kvcache",
