@@ -35,6 +35,7 @@ from benchmarks.suites import (
     bench_build,
     bench_gemm,
     bench_loss,
+    bench_masks,
     bench_overhead,
     bench_train,
     measure,
@@ -47,6 +48,7 @@ SUITES = {
     "gemm": bench_gemm,
     "attention": bench_attention,
     "loss": bench_loss,
+    "masks": bench_masks,
     "bucket": bench_bucket,
     "train": bench_train,
     "overhead": bench_overhead,
@@ -404,6 +406,11 @@ SMALL_CASES = [
         bench_train.transformer("cpu", dtype, bench_train.Blocks(2, 32, heads, 48), batch=1, length=16)
         for dtype in ("float32", "bfloat16")
         for heads in (2, 0)
+    ),
+    *(
+        bench_masks.masked(name, 700, 4, 2, 16, "cpu", "float32", backward)
+        for name in bench_masks.NAMES
+        for backward in (False, True)
     ),
     *bench_overhead.cases("cpu"),
     *(

@@ -92,6 +92,9 @@ def build_seconds(cores: int) -> float:
     return 40 + max(60, sum(seconds[path.suffix] for path in sources) / cores)
 
 
+MEASURED = ("gemm", "attention", "masks", "loss", "bucket", "train")
+
+
 def stages_on_gpu(cores: int) -> list[Stage]:
     """In the order of what they decide: does everything run, is it right, how fast is it, and why. The estimates are
     for an H100; the table in docs/gpu-check.md repeats them."""
@@ -142,7 +145,11 @@ def stages_on_gpu(cores: int) -> list[Stage]:
         correctness_stage("cuda", 45),
         test_stage("first-tests", 35, "-m", "cuda", *first),
         benchmark_stage(
-            "cuda", 150, ("gemm", "attention", "loss", "bucket", "train", "overhead", "plans"), "--without", SLOW
+            "cuda",
+            150,
+            ("gemm", "attention", "masks", "loss", "bucket", "train", "overhead", "plans"),
+            "--without",
+            SLOW,
         ),
         Stage(
             "profile",

@@ -120,6 +120,18 @@ def flex_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | 
     return with_leaves(call, (q, k, v), lambda t: t.transpose(1, 2))
 
 
+def flex_attention_of(q: Tensor, k: Tensor, v: Tensor, mask_mod: Callable[..., Tensor]) -> Call:
+    """With a mask of equal lengths."""
+    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import flex_attention as flex
+
+    mask = create_block_mask(mask_mod, None, None, q.shape[1], k.shape[1], device=q.device.type)
+    grouped = q.shape[2] != k.shape[2]
+    q, k, v = (_own(t.transpose(1, 2)) for t in (q, k, v))
+    call = functools.partial(compiled(flex), q, k, v, block_mask=mask, enable_gqa=grouped)
+    return with_leaves(call, (q, k, v), lambda t: t.transpose(1, 2))
+
+
 @functools.lru_cache(maxsize=1)
 def _block_mask(causal: bool, window: int | None, queries: int, keys: int, device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
