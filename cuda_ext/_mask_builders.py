@@ -208,6 +208,13 @@ def from_column_ranges(ranges: Tensor, causal: bool) -> Entries:
 # Documents
 
 
+def chunks(grid: Grid, shift: Tensor, size: int) -> Entries:
+    """shift: (B,), from queries to their positions among the keys."""
+    position = torch.arange(grid.queries, device=shift.device) + shift.view(-1, 1, 1)
+    start = position.div(size, rounding_mode="floor") * size
+    return from_intervals(grid, [(start, start + size)])
+
+
 def documents_of_lengths(bounds: Tensor, length: int, near: tuple[int | None, int | None]) -> Entries:
     """bounds: cumulative lengths (n + 1,)"""
     query = torch.arange(length, device=bounds.device)

@@ -273,6 +273,37 @@ class BlockMask:
         return cls._from_entries(builders.window(Grid(1, 1, Sq, Sk), Sk - Sq, *near, device_of(device)))
 
     @classmethod
+    def chunks(
+        cls,
+        Sq: int,
+        Sk: int,
+        chunk_size: int,
+        *,
+        q_lengths: Tensor | None = None,
+        k_lengths: Tensor | None = None,
+        device: Device = None,
+    ) -> BlockMask:
+        """Query i sees the keys of its own chunk of ``chunk_size`` positions; its position is ``i + Sk - Sq`` (Llama
+        4, and ``attention_chunk`` of FlashAttention-3). Usually with `causal` in addition.
+
+        Args:
+            q_lengths, k_lengths: ``(B,)`` of integers, for sequences that are shorter than Sq and Sk: positions are
+                then ``i + k_length - q_length``.
+        """
+        op = "BlockMask.chunks"
+        check_int(op, 1, Sq=Sq, Sk=Sk, chunk_size=chunk_size)
+        given = (q_lengths is None) == (k_lengths is None)
+        check(given, op, "expected both of q_lengths and k_lengths or none, got one; give the other")
+        if q_lengths is None or k_lengths is None:
+            shift = torch.full((1,), Sk - Sq, device=device_of(device))
+        else:
+            q_lengths, k_lengths = (integers(op, "lengths", each, (1,), device) for each in (q_lengths, k_lengths))
+            what = f"expected q_lengths and k_lengths of one shape, got {len(q_lengths)} and {len(k_lengths)}"
+            check(len(q_lengths) == len(k_lengths) > 0, op, f"{what} sequences")
+            shift = k_lengths - q_lengths
+        return cls._from_entries(builders.chunks(Grid(len(shift), 1, Sq, Sk), shift, chunk_size))
+
+    @classmethod
     def documents(
         cls,
         cu_seqlens: Tensor | Sequence[int] | None = None,

@@ -185,6 +185,20 @@ def window_with_global() -> tuple[BlockMask, Tensor]:
     return BlockMask.window_with_global(total, width, count, causal=causal), dense[None, None]
 
 
+def chunks() -> tuple[BlockMask, Tensor]:
+    queries, keys, length = size(), size(), random.choice([1, 7, 64, 128, 200])
+    j = torch.arange(keys)
+
+    def dense(shift: int) -> Tensor:
+        return (torch.arange(queries) + shift).unsqueeze(1).div(length, rounding_mode="floor") == j // length
+
+    if random.random() < 0.5:
+        return BlockMask.chunks(queries, keys, length), dense(keys - queries)[None, None]
+    lengths = {"q_lengths": torch.tensor([queries, 1, 0]), "k_lengths": torch.tensor([0, keys, keys]).int()}
+    shifts = (lengths["k_lengths"] - lengths["q_lengths"]).tolist()
+    return BlockMask.chunks(queries, keys, length, **lengths), torch.stack([dense(n) for n in shifts])[:, None]
+
+
 def shared_prompt() -> tuple[BlockMask, Tensor]:
     prompt, answers = random.choice([0, 1, 100, 128, 200]), random_lengths(size())
     part = torch.repeat_interleave(torch.arange(len(answers) + 1), torch.tensor([prompt, *answers]))
@@ -273,7 +287,7 @@ def flex_mask() -> tuple[BlockMask, Tensor]:
 
 BUILDERS = (
     *(of_dense, causal, window, documents, document_ids, prefix_lm, window_with_global),
-    *(shared_prompt, blocks, column_ranges, tree, mask_mod, flex_mask),
+    *(chunks, shared_prompt, blocks, column_ranges, tree, mask_mod, flex_mask),
 )
 
 

@@ -289,6 +289,34 @@ def test_varlen(options: dict[str, Any]) -> None:
     check(flash_attn_2.flash_attn_varlen_qkvpacked_func, reference_qkv, packed, of_packed)
 
 
+def in_chunks(size: int, queries: int, keys: int) -> Tensor:
+    position = torch.arange(queries).unsqueeze(1) + keys - queries
+    return position.div(size, rounding_mode="floor") == torch.arange(keys) // size
+
+
+@pytest.mark.parametrize("size", [1, 16, 150])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_chunk(size: int, causal: bool) -> None:
+    options = {"attention_chunk": size, "causal": causal}
+    for queries, keys in ((170, 170), (30, 170), (170, 30)):
+        reference = dense_reference(causal=causal, attn_mask=in_chunks(size, queries, keys))
+        check(flash_attn_interface.flash_attn_func, reference, qkv(2, queries, keys, 4, 2, 16, torch.float32), options)
+    lengths_q, lengths_k = (13, 0, 1, 130), (9, 5, 0, 141)
+    cu_q, cu_k = cumulative(*lengths_q), cumulative(*lengths_k)
+    mask = torch.zeros(4, 1, 130, 141, dtype=torch.bool)
+    for n, (queries, keys) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        mask[n, 0, :queries, :keys] = in_chunks(size, queries, keys)
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return reference_attention_varlen(
+            q, k, v, cu_q, cu_k, max_seqlen_q=130, max_seqlen_k=141, causal=causal, attn_mask=mask, return_lse=True
+        )
+
+    tensors = {"q": random(144, 4, 16), "k": random(155, 2, 16), "v": random(155, 2, 16)}
+    sequences = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 130, "max_seqlen_k": 141}
+    check(flash_attn_interface.flash_attn_varlen_func, varlen, tensors, {**sequences, **options})
+
+
 def test_varlen_alibi_of_every_sequence() -> None:
     cu, slopes = cumulative(13, 20), torch.rand(2, 4)
 
@@ -493,7 +521,7 @@ def refusals() -> list[Any]:
         ("q_descale", cu, "expected q_descale to be None, because float8 is not supported, got a tensor of shape (2,)"),
         ("k_descale", cu, "expected k_descale to be None, because float8 is not supported, got a tensor of shape (2,)"),
         ("v_descale", cu, "; scale v itself and convert it"),
-        ("attention_chunk", 16, "expected attention_chunk to be 0, got 16; if there are as many queries as keys, pass"),
+        ("attention_chunk", 16, "expected attention_chunk to be 0 with a cache, got 16; attend to the cache from the"),
     ]:
         for function, args in [
             (three.flash_attn_func, (q, q, q)),
@@ -501,7 +529,8 @@ def refusals() -> list[Any]:
             (three.flash_attn_qkvpacked_func, (torch.stack([q, q, q], dim=2),)),
             (three.flash_attn_with_kvcache, (q, q, q)),
         ]:
-            if name in inspect.signature(function).parameters:
+            only_cache = name == "attention_chunk" and function is not three.flash_attn_with_kvcache
+            if name in inspect.signature(function).parameters and not only_cache:
                 full = f"flash_attn_interface.{function.__name__}: {words}" if words.startswith("expected") else words
                 cases.append((NotImplementedError, full, function, args, {name: value}))
     for module in (two, three):

@@ -9,8 +9,8 @@ Differences from FlashAttention-3:
 - They also run on the CPU, and in float32 and float64; head dims may be any; dimensions may be 0.
 - `softmax_lse` is differentiable; FlashAttention-3 ignores its gradient.
 - `num_splits`, `pack_gqa` and `sm_margin` tune the speed of FlashAttention-3's kernels and have no effect here.
-- `q_descale`, `k_descale`, `v_descale` and `attention_chunk` would change the result; values other than their defaults
-  raise NotImplementedError.
+- `q_descale`, `k_descale` and `v_descale` would change the result; values other than None raise NotImplementedError. So
+  does `attention_chunk` with a cache; elsewhere it is a `cuda_ext.BlockMask.chunks`.
 - `qv` works on every device and with gradients; keys and values are concatenated, in a copy. Not with new keys for a
   cache.
 - `flash_attn_with_kvcache` takes no packed new keys, and its `softmax_lse` is all that it returns besides `out`.
@@ -23,11 +23,13 @@ Errors are those of `cuda_ext.compat.flash_attn.flash_attn_interface`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cuda_ext.block_mask import BlockMask
 from cuda_ext.compat._flash_attn_call import attend, refuse, unpack
 from cuda_ext.compat._kvcache_call import attend_to_cache, attend_varlen_to_cache
 
@@ -74,7 +76,7 @@ def flash_attn_func(
         q_descale, k_descale, v_descale: must be None.
         window_size: `(left, right)`, the number of keys that stay visible on each side of the diagonal; -1 is
             unbounded. With `causal`, right counts as 0.
-        attention_chunk: must be 0.
+        attention_chunk: 0, or queries see only the keys of their own chunk of so many positions (Llama 4).
         softcap: in units of logits; 0 for none.
         num_splits, pack_gqa, sm_margin: no effect.
         deterministic: whether gradients must have the same bits in every run.
@@ -85,7 +87,7 @@ def flash_attn_func(
         gives zeros.
     """
     function = "flash_attn_interface.flash_attn_func"
-    _refuse_unsupported(function, q_descale, k_descale, v_descale, attention_chunk)
+    _refuse_unsupported(function, q_descale, k_descale, v_descale)
     q, k = _with_qv(function, q, k, v, qv)
     result = attend(
         function,
@@ -95,6 +97,7 @@ def flash_attn_func(
         window_size=window_size,
         softcap=softcap,
         deterministic=deterministic,
+        block_mask=_chunks(function, q, k, attention_chunk),
     )
     return result if return_attn_probs else result[0]
 
@@ -117,7 +120,7 @@ def flash_attn_qkvpacked_func(
     """`flash_attn_func` of the query, the key and the value in `qkv`, which is read in place: `(B, S, 3, H, D)` or,
     with `num_heads_q`, `(B, S, H + 2 Hk, D)`, where the first `H = num_heads_q` heads are the query's."""
     function = "flash_attn_interface.flash_attn_qkvpacked_func"
-    _refuse_unsupported(function, q_descale, k_descale, v_descale, attention_chunk)
+    _refuse_unsupported(function, q_descale, k_descale, v_descale)
     if qkv.dim() == 4:
         q, k, v = _split_heads(function, qkv, num_heads_q)
     else:
@@ -130,6 +133,7 @@ def flash_attn_qkvpacked_func(
         window_size=window_size,
         softcap=softcap,
         deterministic=deterministic,
+        block_mask=_chunks(function, q, k, attention_chunk),
     )
     return result if return_attn_probs else result[0]
 
@@ -180,7 +184,7 @@ def flash_attn_varlen_func(
         `out`, `(total_q, H, Dv)`; `softmax_lse`, `(H, total_q)`.
     """
     function = "flash_attn_interface.flash_attn_varlen_func"
-    _refuse_unsupported(function, q_descale, k_descale, v_descale, attention_chunk)
+    _refuse_unsupported(function, q_descale, k_descale, v_descale)
     q, k = _with_qv(function, q, k, v, qv)
     if seqused_q is not None or seqused_k is not None:
         used_q = _end_of_used(function, "q", seqused_q, cu_seqlens_q)
@@ -196,6 +200,9 @@ def flash_attn_varlen_func(
         window_size=window_size,
         softcap=softcap,
         deterministic=deterministic,
+        block_mask=_chunks_of_sequences(
+            function, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), attention_chunk
+        ),
     )
     return result if return_attn_probs else result[0]
 
@@ -248,7 +255,10 @@ def flash_attn_with_kvcache(
         keys. For packed queries `(total_q, H, Dv)` and `(H, total_q)`.
     """
     function = "flash_attn_interface.flash_attn_with_kvcache"
-    _refuse_unsupported(function, q_descale, k_descale, v_descale, attention_chunk)
+    _refuse_unsupported(function, q_descale, k_descale, v_descale)
+    if attention_chunk != 0:
+        instead = "attend to the cache from the first key of the chunk on, by cache_leftpad"
+        refuse(function, "attention_chunk", attention_chunk, expected="0 with a cache", instead=instead)
     if qv is not None and k is not None:
         instead = "write the new keys and values into the cache yourself, and pass the new cache_seqlens"
         refuse(function, "k", k, expected="None with qv", instead=instead)
@@ -321,19 +331,43 @@ def _with_qv(function: str, q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) 
 
 
 def _refuse_unsupported(
-    function: str,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-    attention_chunk: int,
+    function: str, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None
 ) -> None:
     for name, scale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
         if scale is not None:
             instead = f"scale {name[0]} itself and convert it to bfloat16 or float16"
             refuse(function, name, scale, expected="None, because float8 is not supported", instead=instead)
-    if attention_chunk != 0:
-        instead = "if there are as many queries as keys, pass each chunk to flash_attn_varlen_func as its own sequence"
-        refuse(function, "attention_chunk", attention_chunk, expected="0", instead=instead)
+
+
+def _chunks(function: str, q: Tensor, k: Tensor, attention_chunk: int) -> BlockMask | None:
+    if attention_chunk == 0 or q.numel() == 0 or k.numel() == 0:
+        return None
+    _check_chunk(function, attention_chunk)
+    return _cached_chunks(q.shape[1], k.shape[1], attention_chunk, q.device)
+
+
+@functools.lru_cache(maxsize=8)  # the layers of a model have the same
+def _cached_chunks(seqlen_q: int, seqlen_k: int, size: int, device: torch.device) -> BlockMask:
+    return BlockMask.chunks(seqlen_q, seqlen_k, size, device=device)
+
+
+def _chunks_of_sequences(
+    function: str, sequences: tuple[Tensor, Tensor, int, int], attention_chunk: int
+) -> BlockMask | None:
+    cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = sequences
+    if attention_chunk == 0 or longest_q == 0 or longest_k == 0 or len(cu_seqlens_q) < 2:
+        return None
+    _check_chunk(function, attention_chunk)
+    lengths_q, lengths_k = cu_seqlens_q.diff(), cu_seqlens_k.diff()
+    return BlockMask.chunks(longest_q, longest_k, attention_chunk, q_lengths=lengths_q, k_lengths=lengths_k)
+
+
+def _check_chunk(function: str, attention_chunk: int) -> None:
+    if type(attention_chunk) is not int or attention_chunk < 0:
+        raise RuntimeError(
+            f"cuda_ext.compat.{function}: expected attention_chunk to be a number of positions, or 0 for none, got "
+            f"{attention_chunk!r}"
+        )
 
 
 def _split_heads(function: str, qkv: Tensor, heads_q: int | None) -> tuple[Tensor, ...]:
