@@ -17,6 +17,7 @@ from gemm_common import EXPECTED_ACTIVATION
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from cuda_ext import BlockMask
 from cuda_ext._activations import ACTIVATIONS
 from cuda_ext.nn import MLP, GatedMLP, Linear, RotaryEmbedding, SelfAttention, separated
 from cuda_ext.testing import assert_close_to_reference, reference_attention
@@ -201,6 +202,15 @@ def test_self_attention_takes_a_bias_and_a_mask() -> None:
     x = torch.randn(2, 11, 32)
     hidden = {"attn_bias": torch.randn(4, 11, 11), "attn_mask": torch.rand(2, 1, 1, 11) < 0.7}
     torch.testing.assert_close(module(x, **hidden), attention_composition(module, **hidden)(separated(module), x))
+
+
+def test_packed_documents_are_as_if_alone() -> None:
+    """Rotary embeddings see differences of positions alone, so that documents need not begin at 0."""
+    module = randomised(SelfAttention(32, 4, num_kv_heads=2))
+    documents = [torch.randn(1, length, 32) for length in (5, 130, 1, 64)]
+    mask = BlockMask.documents([0, 5, 135, 136, 200], causal=True)
+    packed = module(torch.cat(documents, dim=1), block_mask=mask)
+    torch.testing.assert_close(packed, torch.cat([module(each) for each in documents], dim=1))
 
 
 def test_dropout_only_in_training() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from cuda_ext._attention_options import NumberOptions, Options
 from cuda_ext._tables import KeptTables
 from cuda_ext.attention import flash_attention
+from cuda_ext.block_mask import BlockMask
 from cuda_ext.kvcache import flash_attention_with_kvcache
 from cuda_ext.nn.cache import LayerCache
 from cuda_ext.nn.joint_weights import join_on_load
@@ -90,8 +91,10 @@ class SelfAttention(nn.Module):
 
     Shape: input (B, S, E) -> (B, S, E). Optional: ``residual`` (B, S, E), added in the epilogue of the output
     projection; ``attn_bias`` (numbers) and ``attn_mask`` (booleans, True = attend), which broadcast to (B, H, S, S), as
-    `cuda_ext.flash_attention` takes them. ``cache``, a layer of a `cuda_ext.nn.KeyValueCache`: for generation, without
-    gradients; the keys of the input are appended to it, in place, and the input attends to all keys that it has.
+    `cuda_ext.flash_attention` takes them; ``block_mask``, a `cuda_ext.BlockMask` of (S, S), such as that of packed
+    documents, whose rotary positions may count on through all of them. ``cache``, a layer of a
+    `cuda_ext.nn.KeyValueCache`: for generation, without gradients; the keys of the input are appended to it, in place,
+    and the input attends to all keys that it has.
 
     State dict: ``qkv_proj.weight`` ((H + 2 Hk) D, E), the rows of q, k, v in this order, and ``o_proj.weight``
     (E, H D), with ``.bias`` where there is one, and ``sinks``. The separate ``q_proj``, ``k_proj`` and ``v_proj`` of
@@ -156,6 +159,7 @@ class SelfAttention(nn.Module):
         *,
         attn_bias: Tensor | None = None,
         attn_mask: Tensor | None = None,
+        block_mask: BlockMask | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
         qkv = self.qkv_proj(input).unflatten(-1, (-1, self.head_dim))  # (B, S, H + 2 Hk, D)
@@ -164,9 +168,11 @@ class SelfAttention(nn.Module):
             query_key = self.rotary(query_key, cache)
         query, key = query_key.split([self.num_heads, self.num_kv_heads], dim=2)
         if cache is None:
-            out = self._attend(query, key, value, attn_bias=attn_bias, attn_mask=attn_mask, sinks=self.sinks)
+            tensors: Options = {"attn_bias": attn_bias, "attn_mask": attn_mask, "block_mask": block_mask}
+            tensors["sinks"] = self.sinks
+            out = self._attend(query, key, value, **tensors)
         else:
-            out = self._attend_to_cache(query, key, value, cache, attn_bias, attn_mask)
+            out = self._attend_to_cache(query, key, value, cache, attn_bias, attn_mask, block_mask)
         return self.o_proj(out.flatten(2), residual)
 
     def _check_options(self) -> None:
@@ -190,12 +196,14 @@ class SelfAttention(nn.Module):
         cache: LayerCache,
         attn_bias: Tensor | None,
         attn_mask: Tensor | None,
+        block_mask: BlockMask | None,
     ) -> Tensor:
-        if attn_bias is not None or attn_mask is not None or (self.training and self.dropout_p > 0):
+        has_mask = not (attn_bias is attn_mask is None and block_mask is None)
+        if has_mask or (self.training and self.dropout_p > 0):
             raise RuntimeError(
-                "cuda_ext.nn.SelfAttention: expected no attn_bias, attn_mask or dropout with cache, got "
+                "cuda_ext.nn.SelfAttention: expected no attn_bias, attn_mask, block_mask or dropout with cache, got "
                 f"attn_bias={'None' if attn_bias is None else 'a tensor'}, "
-                f"attn_mask={'None' if attn_mask is None else 'a tensor'}, "
+                f"attn_mask={'None' if attn_mask is None else 'a tensor'}, block_mask={block_mask}, "
                 f"dropout_p={self.dropout_p if self.training else 0.0}; hide keys by window or by the lengths, and "
                 "call eval()"
             )
