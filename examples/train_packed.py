@@ -4,7 +4,8 @@
     python examples/train_packed.py --mask prefix-lm     # a batch of prompts, read in both directions, with answers
 
 A document is a prompt, "please count by 3 from b :", and its answer, "b e h k n q t w z c f ...". At the end the logits
-of documents among others are compared with those of each document alone: they are equal, and with a causal mask are not.
+of documents among others are compared with those of each document alone. With the block mask they are equal, but for
+rounding; with a causal mask they are not.
 """
 
 from __future__ import annotations
