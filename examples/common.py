@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -15,11 +16,14 @@ from text import Windows, read_text, split_text
 from torch import Tensor
 
 
-def arguments(description: str | None, **options: int | float | str) -> argparse.Namespace:
-    """Parses the command line: `options` by name and default, --device, --out and --seed."""
+def arguments(description: str | None, **options: int | float | str | tuple[str, ...]) -> argparse.Namespace:
+    """Parses the command line: `options` by name and default, or choices of which the first is the default; --device,
+    --out and --seed."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in options.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default, help="default: %(default)s")
+        choices = default if isinstance(default, tuple) else None
+        first = default[0] if isinstance(default, tuple) else default
+        parser.add_argument(f"--{name}", type=type(first), choices=choices, default=first, help="default: %(default)s")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder for plots; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
@@ -46,13 +50,11 @@ class Runs:
         self.losses: dict[str, list[float]] = {}
         self.seconds: dict[str, float] = {}
 
-    def train(
-        self, title: str, batches: Iterable[tuple[Tensor, Tensor]], total: int, step: Callable[..., float]
-    ) -> None:
-        """Calls `step(inputs, targets)`, which returns the loss, for every batch. The first step is not timed."""
+    def train(self, title: str, batches: Iterable[tuple[Any, ...]], total: int, step: Callable[..., float]) -> None:
+        """Calls `step(*batch)`, such as inputs and targets, which returns the loss. The first step is not timed."""
         losses, begin = [], 0.0
-        for number, (inputs, targets) in enumerate(track(batches, f"{title:>10}", total, disable=self.quiet)):
-            losses.append(step(inputs, targets))
+        for number, batch in enumerate(track(batches, f"{title:>10}", total, disable=self.quiet)):
+            losses.append(step(*batch))
             if number == 0:
                 begin = time.perf_counter()
         self.losses[title] = losses

@@ -60,6 +60,17 @@ def test_amp_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.sampled
+@pytest.mark.parametrize("mask", ["documents", "prefix-lm"])
+def test_train_packed(mask: str, tmp_path: Path) -> None:
+    tiny = ("--steps", "12", "--documents", "6", "--longest", "150", "--features", "32")
+    runs, differences = run("train_packed", tmp_path, "--mask", mask, *tiny)
+    losses = runs.losses["cuda_ext"]
+    assert len(losses) == 12 and sum(losses[-3:]) < sum(losses[:3])
+    # Sums are of the same terms in another order: a few 2**-24 of logits of at most about 8.
+    assert differences[mask] < 2**-17 and differences["causal"] > 2**-7
+
+
+@pytest.mark.sampled
 def test_lightning_training(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     losses = run("lightning_training", tmp_path, *TINY)

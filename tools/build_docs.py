@@ -92,6 +92,7 @@ CONTENTS = {
         "overview",
         "install",
         "gemm_plan",
+        "masks",
         "distributed",
         "buckets",
         "faults",
