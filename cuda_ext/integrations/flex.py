@@ -13,15 +13,16 @@ served runs in PyTorch.
 `flex_attention` (`torch.nn.attention.flex_attention`) is served with
 
 - any BlockMask, which is converted once, and again if its lists or tensors that its mask_mod captures are changed in
-  place; heads in groups, a batch of 1 for keys, values of another head dim;
+  place. Its lists count, as in PyTorch's compiled kernels, not only its mask_mod;
+- heads in groups, a batch of 1 for keys, values of another head dim;
 - a score_mod that is ``softcap(factor * score) + bias``: the identity, ``score * 2``, ``cap * tanh(score / cap)``,
   ALiBi, masks by -inf, and any function of (b, h, q_idx, kv_idx) that is added, with the gradient of tensors it
   captures. A bias is a table of the dimensions that it depends on, of at most `MAX_BIAS` elements; ALiBi has no table
   if it is symmetric, or if the mask is causal;
 - `return_lse`, and `return_aux` without max_scores. `kernel_options`, which choose PyTorch's kernels, are not read.
 
-A score_mod is recognised by evaluating it (`flex_score_mods`), at each call if it captures tensors, which takes one or
-two milliseconds. Only -inf in its bias hides keys; NaN or +inf there are refused, also where the mask hides them.
+A score_mod is recognised by evaluating it (`flex_score_mods`), at each call if it captures tensors, which takes a few
+milliseconds: at all positions, but for ALiBi that is too large for a table only in some rows and columns. Only -inf in its bias hides keys; NaN or +inf there are refused, also where the mask hides them.
 
 Under `torch.compile` a call with neither score_mod nor block_mask stays in the graph. Others break it, because values
 decide, and run between the parts: so does `torch.compile(flex_attention)`, even if it was compiled before `enable()`.

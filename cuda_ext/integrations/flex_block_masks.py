@@ -38,10 +38,10 @@ def convert(block_mask: Any, *, may_wait: bool = True) -> Converted:
     """Converts a `torch.nn.attention.flex_attention.BlockMask`, or finds it converted.
 
     It is converted again if its lists, or tensors and values that its mask_mod has captured, have changed; and every
-    time if mask_mod refers to what cannot be compared.
+    time if mask_mod refers to what cannot be compared. Without `may_wait` nothing may be read from the device.
 
     Raises:
-        NotServed: it has to be converted, but not `may_wait` for the device.
+        NotServed: its mask_mod cannot be mapped, or it has to be converted but `may_wait` is False.
     """
     lists = [getattr(block_mask, name) for name in _LISTS]
     captures = captures_of(*lists, block_mask.seq_lengths, block_mask.BLOCK_SIZE, block_mask.mask_mod)
@@ -49,7 +49,11 @@ def convert(block_mask: Any, *, may_wait: bool = True) -> Converted:
     if found is None or not captures.is_complete or found.key != captures.key:
         if not may_wait:
             raise NotServed("a block_mask that was not used before, in a CUDA graph")
-        found = Converted(BlockMask.from_flex(block_mask), captures.key, captures.tensors)
+        try:
+            mask = BlockMask.from_flex(block_mask)
+        except Exception as error:
+            raise NotServed(f"mask_mod cannot be mapped over positions: {type(error).__name__}") from error
+        found = Converted(mask, captures.key, captures.tensors)
         if captures.is_complete:
             _converted[block_mask] = found
     return found

@@ -24,6 +24,7 @@ __all__ = ["MAX_BIAS", "Modification", "NotServed", "Positions", "recognise"]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 MAX_BIAS = 64 * 2**20  # elements of a table of biases
+_ELEMENTS_AT_ONCE = 4 * 2**20
 
 _SIZES = [10.0 ** (step / 3) for step in range(-18, 13)]  # three to a decade: one is in the bend of any softcap
 _SCORES = [0.0, 1e30, -1e30, 1.0, *(sign * size for size in _SIZES for sign in (1.0, -1.0))]
@@ -233,34 +234,37 @@ def _candidates(changes: Tensor, scores: Tensor) -> list[Form]:
 
 
 def _with_slopes(score_mod: ScoreMod, positions: Positions, form: Form) -> Form:
-    """With the slopes of ALiBi, if the bias has this form in some whole rows and columns."""
-    _, _, queries, keys = positions.sizes
-    every = _every_place(positions)
-    rows, columns = (
-        torch.tensor([0, size - 1, *(_random.randrange(size) for _ in range(4))], device=positions.device)
-        for size in (queries, keys)
-    )
+    """With the slopes of ALiBi, if the bias has this form everywhere. If a table of it were too large, some whole rows
+    and columns are looked at."""
+    _, heads, queries, keys = positions.sizes
     if keys < 2:
         return form
+    batch, every_head, every_query, every_key = _every_place(positions)
+    rows, columns = (
+        torch.tensor([0, size - 1, *(_random.randrange(size) for _ in range(6))], device=positions.device)
+        for size in (queries, keys)
+    )
+    parts = [(rows, every_key), (every_query, columns)]
+    if heads * queries * keys <= MAX_BIAS:
+        parts += [(part, every_key) for part in every_query.split(max(1, _ELEMENTS_AT_ONCE // (heads * keys)))]
     number = _random.uniform(0.5, 8.0)
     score = torch.full((), number, dtype=torch.float64, device=positions.device)
     slopes = None
     fits = [True, True]  # unsigned, signed
-    for query, key in ((rows, every[3]), (every[2], columns)):
+    for query, key in parts:
         with torch.no_grad():
-            values = _evaluate(score_mod, score, (every[0][:1], every[1], query, key))[0]
+            values = _evaluate(score_mod, score, (batch[:1], every_head, query, key))[0]
         bias = values.double() - form.of(number)
         distance = (key - (query + keys - queries).unsqueeze(1)).double()
         if slopes is None:  # row 1 is the last query, column 0 the farthest key
-            slopes = bias[:, 1, 0] / distance[1, 0]
-        product = slopes.view(-1, 1, 1) * distance
-        for place, wanted in enumerate((-slopes.view(-1, 1, 1) * distance.abs(), product)):
-            close = (bias - wanted).abs() <= 1e-6 * product.abs() + 1e-9
+            slopes = (bias[:, 1, 0] / distance[1, 0]).view(-1, 1, 1)
+        for place, wanted in enumerate((-slopes * distance.abs(), slopes * distance)):
+            close = (bias - wanted).abs() <= 1e-6 * wanted.abs() + 1e-9
             fits[place] = fits[place] and bool(close.all())
+        if not any(fits):
+            return form
     assert slopes is not None
-    if not any(fits):
-        return form
-    return form._replace(slopes=slopes.to(positions.dtype), is_signed=not fits[0])
+    return form._replace(slopes=slopes.flatten().to(positions.dtype), is_signed=not fits[0])
 
 
 def _bias_of(score_mod: ScoreMod, positions: Positions, form: Form, *, prove: bool) -> Tensor:

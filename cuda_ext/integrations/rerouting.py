@@ -20,14 +20,13 @@ class Rerouted:
     It also takes keyword arguments that it did not have, and passes them on.
 
     Raises:
-        RuntimeError: `function` is none in Python, or has a closure.
+        RuntimeError: `function` is not written in Python, or has a closure.
     """
 
     def __init__(self, function: Any, module: str, name: str) -> None:
         if not isinstance(function, types.FunctionType) or function.__closure__ is not None:
-            raise RuntimeError(
-                f"expected {name} of PyTorch to be a plain Python function, got {function!r}; undo what has replaced it"
-            )
+            own = getattr(function, "__name__", name)
+            raise RuntimeError(f"expected {own} to be a plain Python function, got {function!r}; undo what replaced it")
         self._function, self._code = function, function.__code__
         self.original = copy_of(function)
         function.__code__ = _code(function.__name__, _parameters(self.original), module, name)
