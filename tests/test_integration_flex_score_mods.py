@@ -48,6 +48,9 @@ SERVED: dict[str, Mod] = {
     "sequences": lambda s, b, h, q, k: torch.where(SEQUENCE[q] == SEQUENCE[k], s, -INF),
     "position sines": lambda s, b, h, q, k: s + torch.sin(b + 0.1 * q) * torch.cos(h * k),
     "special position": lambda s, b, h, q, k: torch.where((q == 77) & (k == 76), s + 5, s),
+    "alibi and a special position": lambda s, b, h, q, k: (
+        s - SCALES[h] * (q - k).abs() + torch.where((q == 77) & (k == 76), 5.0, 0.0)
+    ),
     "large negative mask": lambda s, b, h, q, k: s + torch.where(q >= k, 0.0, -1e9),
     "nothing": lambda s, b, h, q, k: torch.full_like(s, -INF),
 }

@@ -22,7 +22,8 @@ served runs in PyTorch.
 - `return_lse`, and `return_aux` without max_scores. `kernel_options`, which choose PyTorch's kernels, are not read.
 
 A score_mod is recognised by evaluating it (`flex_score_mods`), at each call if it captures tensors, which takes a few
-milliseconds: at all positions, but for ALiBi that is too large for a table only in some rows and columns. Only -inf in its bias hides keys; NaN or +inf there are refused, also where the mask hides them.
+milliseconds: at all positions, but for ALiBi that is too large for a table only in some rows and columns. Only -inf in
+its bias hides keys; NaN or +inf there are refused, also where the mask hides them.
 
 Under `torch.compile` a call with neither score_mod nor block_mask stays in the graph. Others break it, because values
 decide, and run between the parts: so does `torch.compile(flex_attention)`, even if it was compiled before `enable()`.

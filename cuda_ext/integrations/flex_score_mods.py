@@ -169,7 +169,8 @@ def _form_of(score_mod: ScoreMod, positions: Positions) -> Form:
     form = form._replace(depends=depends, has_bias=has_bias)
     # The kernels keep slopes in float32. They have no gradient.
     is_double = positions.dtype == torch.float64
-    if depends[2] and depends[3] and not depends[0] and not is_double and not values.requires_grad:
+    may_have = depends[2] and depends[3] and not depends[0] and not is_double and not values.requires_grad
+    if may_have and _grows_with_distance(values[0, 0], _distances(positions, *places[2:])):
         form = _with_slopes(score_mod, positions, form)
     if form.slopes is None:
         elements = math.prod(size for size, is_used in zip(positions.sizes, depends) if is_used)
@@ -233,6 +234,19 @@ def _candidates(changes: Tensor, scores: Tensor) -> list[Form]:
 # Biases
 
 
+def _distances(positions: Positions, queries: Tensor, keys: Tensor) -> Tensor:
+    """(queries, keys): of each key from the diagonal, which is aligned bottom-right."""
+    return (keys - (queries + positions.keys - positions.queries).unsqueeze(1)).double()
+
+
+def _grows_with_distance(bias: Tensor, distances: Tensor) -> bool:
+    """Whether the absolute values may be those of ALiBi, of (heads, queries, keys)."""
+    farthest = int(distances.abs().argmax())
+    slopes = bias.flatten(1)[:, farthest] / distances.flatten()[farthest]
+    wanted = (slopes.view(-1, 1, 1) * distances).abs()
+    return bool(((bias.abs() - wanted).abs() <= 1e-6 * wanted + 1e-9).all())
+
+
 def _with_slopes(score_mod: ScoreMod, positions: Positions, form: Form) -> Form:
     """With the slopes of ALiBi, if the bias has this form everywhere. If a table of it were too large, some whole rows
     and columns are looked at."""
@@ -255,7 +269,7 @@ def _with_slopes(score_mod: ScoreMod, positions: Positions, form: Form) -> Form:
         with torch.no_grad():
             values = _evaluate(score_mod, score, (batch[:1], every_head, query, key))[0]
         bias = values.double() - form.of(number)
-        distance = (key - (query + keys - queries).unsqueeze(1)).double()
+        distance = _distances(positions, query, key)
         if slopes is None:  # row 1 is the last query, column 0 the farthest key
             slopes = (bias[:, 1, 0] / distance[1, 0]).view(-1, 1, 1)
         for place, wanted in enumerate((-slopes * distance.abs(), slopes * distance)):
