@@ -448,6 +448,7 @@ def test_varlen_compiled() -> None:
 # Models
 
 
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("padded", [False, True])
 def test_transformers(padded: bool) -> None:
     transformers = pytest.importorskip("transformers")
