@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-class _GatherIndexing(TorchFunctionMode):
+class GatherIndexing(TorchFunctionMode):
     """Makes indexing by numbers, such as ``ids[q]``, a gather, which torch.vmap knows. Plain indexing by a tensor of
     one number reads the number, which torch.vmap refuses."""
 
@@ -44,7 +44,7 @@ def elements_of(op: str, mask_mod: MaskMod) -> Visible:
         function = torch.vmap(function, in_dims=dims)
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        with _GatherIndexing():
+        with GatherIndexing():
             seen: Tensor = function(batch.flatten(), head.flatten(), query.flatten(1), key.flatten(1))
         got = f"got {dtype_name(seen.dtype)}; compare with 0, or convert it with .bool()"
         check(seen.dtype == torch.bool, op, f"expected mask_mod to return a tensor of dtype bool, {got}")

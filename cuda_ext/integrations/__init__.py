@@ -3,6 +3,7 @@
 cuda_ext.integrations.transformers.enable()   # attn_implementation="cuda_ext"
 cuda_ext.integrations.sdpa.enable()           # torch.nn.functional.scaled_dot_product_attention
 cuda_ext.integrations.linear_cross_entropy.enable()   # torch.nn.functional.linear_cross_entropy
+cuda_ext.integrations.flex.enable()           # torch.nn.attention: flex_attention and varlen_attn
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cuda_ext.integrations import linear_cross_entropy, onnx, sdpa, transformers
+    from cuda_ext.integrations import flex, linear_cross_entropy, onnx, sdpa, transformers
 
-__all__ = ["linear_cross_entropy", "onnx", "sdpa", "transformers"]
+__all__ = ["flex", "linear_cross_entropy", "onnx", "sdpa", "transformers"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,304 @@
+"""What FlexAttention's score_mod computes, in the terms of `flash_attention`.
+
+A score_mod is served if it is ``softcap(factor * score) + bias(b, h, q, kv)``. It is recognised by evaluation: first of
+many scores, from tiny to huge, at some positions, for the factor and the cap; then of one random score at all positions
+that it depends on, which must give the same form. Which of b, h, q and kv it depends on is exact: `torch.vmap` leaves
+out the dimensions that it does not use.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuda_ext._mask_mods import GatherIndexing
+from cuda_ext.integrations.captures import captures_of
+
+__all__ = ["MAX_BIAS", "Modification", "NotServed", "Positions", "recognise"]
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+MAX_BIAS = 64 * 2**20  # elements of a table of biases
+_ELEMENTS_AT_ONCE = 4 * 2**20
+
+_SIZES = [10.0 ** (step / 3) for step in range(-18, 13)]  # three to a decade: one is in the bend of any softcap
+_SCORES = [0.0, 1e30, -1e30, 1.0, *(sign * size for size in _SIZES for sign in (1.0, -1.0))]
+_HUGE = 1  # where it is in _SCORES
+_MAX_KNOWN = 256
+_random = random.Random()  # does not change the numbers of the user
+
+
+class NotServed(Exception):
+    """The reason why a call is left to PyTorch."""
+
+
+class Positions(NamedTuple):
+    """How many of each, where, and in which dtype biases are computed."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.batch, self.heads, self.queries, self.keys
+
+
+class Form(NamedTuple):
+    """``softcap * tanh(factor * score / softcap)``, or ``factor * score`` if softcap is 0, and a bias."""
+
+    factor: float = 1.0
+    softcap: float = 0.0
+    depends: tuple[bool, ...] = (False, False, False, False)  # the bias, on b, h, q, kv
+    has_bias: bool = False
+    slopes: Tensor | None = None  # (H,): the bias is -slope * |d|, or if `is_signed` slope * d, as in flash_attention
+    is_signed: bool = False
+
+    def of(self, score: float) -> float:
+        scaled = self.factor * score
+        return self.softcap * math.tanh(scaled / self.softcap) if self.softcap else scaled
+
+
+class Modification(NamedTuple):
+    """Arguments for `flash_attention`; `factor` multiplies the scale."""
+
+    factor: float = 1.0
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    attn_bias: Tensor | None = None
+
+
+_known: dict[Hashable, Form] = {}
+
+
+def recognise(
+    score_mod: ScoreMod, positions: Positions, hides_future: Callable[[], bool], *, may_wait: bool = True
+) -> Modification:
+    """`hides_future`: whether a block mask hides all keys to the right of the diagonal, which is aligned bottom-right.
+    Without `may_wait` nothing may be read from the device.
+
+    What is recognised is kept for functions that capture constants only.
+
+    Raises:
+        NotServed: it is of no such form.
+    """
+    captures = captures_of(score_mod)
+    key = (captures.key, positions) if captures.is_complete and not captures.tensors else None
+    form = _known.get(key)
+    if form is None:
+        if not may_wait:
+            raise NotServed("a score_mod that captures tensors, in a CUDA graph")
+        form = _form_of(score_mod, positions)
+        is_proven = False
+    else:
+        is_proven = True
+    slopes = form.slopes
+    if slopes is not None and (not form.is_signed or hides_future()):
+        found = Modification(form.factor, form.softcap, slopes)
+    elif form.has_bias:
+        bias = _bias_of(score_mod, positions, form, prove=not is_proven or slopes is not None)
+        found = Modification(form.factor, form.softcap, None, bias)
+    else:
+        found = Modification(form.factor, form.softcap)
+    if key is not None and not is_proven:
+        if len(_known) >= _MAX_KNOWN:
+            _known.clear()
+        _known[key] = form
+    return found
+
+
+# Evaluation
+
+
+def _evaluate(score_mod: ScoreMod, score: Tensor, places: Sequence[Tensor], at_least_one_score: bool = False) -> Tensor:
+    """(B, H, Sq, Sk) for these positions, or (scores, B, H, Sq, Sk); the stride is 0 where it does not depend."""
+    function: Any = score_mod
+    for number in (4, 3, 2, 1):
+        function = torch.vmap(function, in_dims=tuple(0 if each == number else None for each in range(5)))
+    if at_least_one_score:
+        function = torch.vmap(function, in_dims=(0, None, None, None, None))
+    try:
+        with GatherIndexing():
+            values = function(score, *places)
+    except Exception as error:
+        raise NotServed(f"score_mod cannot be mapped over positions: {type(error).__name__}") from error
+    if not isinstance(values, Tensor) or not values.is_floating_point():
+        raise NotServed("score_mod returns no floating-point tensor")
+    return values
+
+
+def _every_place(positions: Positions) -> list[Tensor]:
+    return [torch.arange(size, device=positions.device) for size in positions.sizes]
+
+
+def _some_places(positions: Positions) -> list[Tensor]:
+    """At least two of each, the first and the last among them."""
+    queries = [_random.randrange(positions.queries) for _ in range(3)]
+    numbers = [
+        [],
+        [_random.randrange(positions.heads) for _ in range(2)],
+        queries,
+        [_random.randrange(positions.keys), *(min(each, positions.keys - 1) for each in queries[:2])],
+    ]
+    ends = [[0, size - 1] for size in positions.sizes]
+    return [torch.tensor(end + more, device=positions.device) for end, more in zip(ends, numbers)]
+
+
+# Recognition
+
+
+def _form_of(score_mod: ScoreMod, positions: Positions) -> Form:
+    scores = torch.tensor(_SCORES, dtype=torch.float64, device=positions.device)
+    places = _some_places(positions)
+    values = _evaluate(score_mod, scores, places, at_least_one_score=True)
+    depends = tuple(stride != 0 for stride in values.stride()[1:])
+    if values.requires_grad:
+        _check_constant_slope(score_mod, scores, places)
+    for dim, is_used in enumerate(depends, 1):
+        values = values if is_used else values.narrow(dim, 0, 1)
+    form = _fitted(values.detach().double().flatten(1).cpu(), scores.cpu())
+    has_bias = any(depends) or bool((values[0] != 0).any()) or values.requires_grad
+    form = form._replace(depends=depends, has_bias=has_bias)
+    # The kernels keep slopes in float32. They have no gradient.
+    is_double = positions.dtype == torch.float64
+    may_have = depends[2] and depends[3] and not depends[0] and not is_double and not values.requires_grad
+    if may_have and _grows_with_distance(values[0, 0], _distances(positions, *places[2:])):
+        form = _with_slopes(score_mod, positions, form)
+    if form.slopes is None:
+        elements = math.prod(size for size, is_used in zip(positions.sizes, depends) if is_used)
+        if elements > MAX_BIAS:
+            raise NotServed(f"score_mod needs a bias of more than {MAX_BIAS} elements")
+    return form
+
+
+def _check_constant_slope(score_mod: ScoreMod, scores: Tensor, places: Sequence[Tensor]) -> None:
+    """A factor is passed as a number. If it had a gradient, this would be lost."""
+
+    def function(score: Tensor) -> Tensor:
+        return _evaluate(score_mod, score, places, at_least_one_score=True)
+
+    slope: Any = torch.func.jvp(function, (scores,), (torch.ones_like(scores),))[1]
+    if slope.requires_grad:
+        raise NotServed("score_mod multiplies the score by a tensor that requires grad")
+
+
+def _fitted(values: Tensor, scores: Tensor) -> Form:
+    """Of values (scores, places)."""
+    start = values[0]
+    hidden = start == -torch.inf
+    if not bool((values[:, hidden] == -torch.inf).all()):
+        raise NotServed("score_mod hides a position only for some scores")
+    start = start[~hidden]
+    if not bool(start.isfinite().all()):
+        raise NotServed("score_mod gives NaN or +inf")
+    if start.numel() == 0:
+        return Form()
+    changes = values[:, ~hidden] - start
+    tolerance = 1e-6 * start.abs() + 1e-300
+    for form in _candidates(changes[:, 0], scores):
+        wanted = torch.tensor([form.of(score) for score in scores.tolist()], dtype=torch.float64).unsqueeze(1)
+        if bool(((changes - wanted).abs() <= tolerance + 1e-6 * wanted.abs()).all()):
+            return form
+    raise NotServed(
+        "score_mod is no function that attention has: factor * score or softcap * tanh(score / softcap), and a bias "
+        "that depends on positions only"
+    )
+
+
+def _candidates(changes: Tensor, scores: Tensor) -> list[Form]:
+    """A factor, and a soft cap with a factor, from one position."""
+    found = []
+    factor = float(changes[_HUGE]) / float(scores[_HUGE])  # the rounding of the bias vanishes here
+    if math.isfinite(factor):
+        found.append(Form(factor))
+    cap = float(changes[_HUGE])
+    if math.isfinite(cap) and cap != 0.0:
+        shares = changes / cap
+        bend = int((shares.nan_to_num(2.0) - 0.5).abs().argmin())
+        if 0.0 < float(shares[bend]) < 1.0:
+            inside = math.atanh(float(shares[bend])) / float(scores[bend])
+            nearest = float(torch.tensor(cap, dtype=torch.float32))  # a bias rounds the cap
+            cap = nearest if abs(nearest - cap) <= 1e-12 * abs(cap) else cap
+            found.append(Form(cap * inside, abs(cap)))
+    return found
+
+
+# Biases
+
+
+def _distances(positions: Positions, queries: Tensor, keys: Tensor) -> Tensor:
+    """(queries, keys): of each key from the diagonal, which is aligned bottom-right."""
+    return (keys - (queries + positions.keys - positions.queries).unsqueeze(1)).double()
+
+
+def _grows_with_distance(bias: Tensor, distances: Tensor) -> bool:
+    """Whether the absolute values may be those of ALiBi, of (heads, queries, keys)."""
+    farthest = int(distances.abs().argmax())
+    slopes = bias.flatten(1)[:, farthest] / distances.flatten()[farthest]
+    wanted = (slopes.view(-1, 1, 1) * distances).abs()
+    return bool(((bias.abs() - wanted).abs() <= 1e-6 * wanted + 1e-9).all())
+
+
+def _with_slopes(score_mod: ScoreMod, positions: Positions, form: Form) -> Form:
+    """With the slopes of ALiBi, if the bias has this form everywhere. If a table of it were too large, some whole rows
+    and columns are looked at."""
+    _, heads, queries, keys = positions.sizes
+    if keys < 2:
+        return form
+    batch, every_head, every_query, every_key = _every_place(positions)
+    rows, columns = (
+        torch.tensor([0, size - 1, *(_random.randrange(size) for _ in range(6))], device=positions.device)
+        for size in (queries, keys)
+    )
+    parts = [(rows, every_key), (every_query, columns)]
+    if heads * queries * keys <= MAX_BIAS:
+        parts += [(part, every_key) for part in every_query.split(max(1, _ELEMENTS_AT_ONCE // (heads * keys)))]
+    number = _random.uniform(0.5, 8.0)
+    score = torch.full((), number, dtype=torch.float64, device=positions.device)
+    slopes = None
+    fits = [True, True]  # unsigned, signed
+    for query, key in parts:
+        with torch.no_grad():
+            values = _evaluate(score_mod, score, (batch[:1], every_head, query, key))[0]
+        bias = values.double() - form.of(number)
+        distance = _distances(positions, query, key)
+        if slopes is None:  # row 1 is the last query, column 0 the farthest key
+            slopes = (bias[:, 1, 0] / distance[1, 0]).view(-1, 1, 1)
+        for place, wanted in enumerate((-slopes * distance.abs(), slopes * distance)):
+            close = (bias - wanted).abs() <= 1e-6 * wanted.abs() + 1e-9
+            fits[place] = fits[place] and bool(close.all())
+        if not any(fits):
+            return form
+    assert slopes is not None
+    return form._replace(slopes=slopes.flatten().to(positions.dtype), is_signed=not fits[0])
+
+
+def _bias_of(score_mod: ScoreMod, positions: Positions, form: Form, *, prove: bool) -> Tensor:
+    """The bias, of size 1 where it does not depend, with the graph to what score_mod has captured."""
+    elements = math.prod(size for size, is_used in zip(positions.sizes, form.depends) if is_used)
+    if elements > MAX_BIAS:
+        raise NotServed(f"score_mod needs a bias of more than {MAX_BIAS} elements")
+    places = [each if is_used else each[:1] for each, is_used in zip(_every_place(positions), form.depends)]
+    zero = torch.zeros((), dtype=positions.dtype, device=positions.device)
+    bias = _evaluate(score_mod, zero, places)
+    if prove:
+        score = _random.choice((-1, 1)) * _random.uniform(0.5, 8.0)
+        with torch.no_grad():
+            values = _evaluate(score_mod, zero + score, places)
+            start, change = bias.detach(), form.of(score)
+            error = (values - start - change).abs()
+            close = error <= 1e-4 * (start.abs() + abs(change)) + 1e-30
+            if not bool(torch.where(start == -torch.inf, values == -torch.inf, close).all()):
+                raise NotServed(
+                    "score_mod is no function that attention has: what it does to a score depends on the position, or "
+                    "its bias is NaN or +inf somewhere"
+                )
+    return bias.to(positions.dtype).contiguous()
