@@ -65,6 +65,7 @@ DEFINITIONS: dict[str, Any] = {
     "documents": SAME_DOCUMENT & CAUSAL,
     "ids": SAME_PERSON,
     "prefix_lm": (KEY < 700) | CAUSAL,
+    "chunks": QUERY // 500 == KEY // 500,
     "window_with_global": NEAR_OR_GLOBAL,
     "from_dense": BEFORE.abs() % 1024 < 200,
     "from_column_ranges": CAUSAL & (KEY // 256 * 256 + 768 > QUERY),
