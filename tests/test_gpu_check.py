@@ -814,11 +814,11 @@ def test_stages_refer_to_existing_files(table) -> None:
     assert len(set(names)) == len(names)
     on_gpu = table is stage_table.stages_on_gpu
     first, profile, more = (["first-tests"], ["profile"], ("train", "overhead", "plans")) if on_gpu else ([], [], ())
-    losses = ["loss"] * on_gpu
+    more_suites = ["masks", "loss"] * on_gpu
     later = [*first, "benchmarks", *profile, "tests", "memcheck", "racecheck"]
     assert names == ["environment", "build", *([] if on_gpu else ["emulator"]), "conformance", "correct", *later]
     (measures,) = [stage for stage in stages if stage.parts]
-    assert measures.parts == ("gemm", "attention", *losses, "bucket", *more)
+    assert measures.parts == ("gemm", "attention", *more_suites, "bucket", *more)
     assert all(stage.estimate >= 1 for stage in stages)
     for i, stage in enumerate(stages):
         assert set(stage.needs) <= set(names[:i])
