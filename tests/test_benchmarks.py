@@ -587,7 +587,10 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["gem"], "expected suites of gemm, attention, loss, bucket, train, overhead, build, plans, got gem"),
+            (
+                ["gem"],
+                "expected suites of gemm, attention, masks, loss, bucket, train, overhead, build, plans, got gem",
+            ),
             (["--only", "("], "expected a regular expression"),
             (["--minutes", "0"], "expected more than 0"),
             (["--device", "tpu"], "invalid choice"),

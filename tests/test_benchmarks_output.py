@@ -547,7 +547,7 @@ def table_of(text: str, suite: str) -> dict[str, dict[str, str]]:
 
 def test_results_page_says_what_was_measured(results_folder: Path, cpu: list[Measurement]) -> None:
     text = readme.page(results_folder)
-    assert "Not measured yet on this device: attention, loss, bucket, train, overhead, build." in text
+    assert "Not measured yet on this device: attention, masks, loss, bucket, train, overhead, build." in text
     for (suite, dtype, side), (mean, count) in geometric_means(cpu).items():
         if side in REFERENCES:
             continue
