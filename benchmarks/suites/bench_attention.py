@@ -195,7 +195,7 @@ def attention(problem: Problem, device: str, dtype: str, backward: bool, group: 
         group=group,
         name=p.name(),
         dtype=dtype,
-        sides=_sides({OURS: ours, **forwards}, backward),
+        sides=sides_of({OURS: ours, **forwards}, backward),
         inputs=inputs,
         check=check if not backward or p.length <= CHECKED_BACKWARD_LENGTH else None,
         size=float(p.seen_keys),
@@ -267,7 +267,7 @@ def cache(problem: Problem, device: str, dtype: str) -> Case:
     )
 
 
-def _sides(forwards: dict[str, Any], backward: bool) -> dict[str, Any]:
+def sides_of(forwards: dict[str, Any], backward: bool) -> dict[str, Any]:
     """Turns functions of query, key and value into sides, which also get the gradient of the output."""
 
     def side(forward: Any) -> Any:
@@ -411,7 +411,7 @@ def varlen(device: str, dtype: str, total: int, heads: int, kv_heads: int, dim: 
         group="varlen",
         name=f"{len(lengths)} documents, {total} tokens, H={heads}/{kv_heads} D={dim}",
         dtype=dtype,
-        sides=_sides(forwards, backward),
+        sides=sides_of(forwards, backward),
         inputs=inputs,
         check=check,
         size=float(total),

@@ -15,7 +15,7 @@ from torch import Tensor
 import cuda_ext
 from benchmarks.results import OURS
 from benchmarks.suites import baselines
-from benchmarks.suites.bench_attention import CHECKED_ROWS, _sides
+from benchmarks.suites.bench_attention import CHECKED_ROWS, sides_of
 from benchmarks.suites.measure import Call, Case, relative_error
 from cuda_ext.block_mask import BLOCK, BlockMask
 
@@ -105,7 +105,7 @@ def masked(
         group="block masks",
         name=f"S={length} H={heads}/{kv_heads} D={dim}, {visible} of {(length // BLOCK) ** 2} blocks",
         dtype=dtype,
-        sides=_sides(forwards, backward),
+        sides=sides_of(forwards, backward),
         inputs=inputs,
         check=lambda qkvg, out: _error(mask, qkvg, out, backward),
         size=float(length),
