@@ -58,9 +58,10 @@ class Lists(NamedTuple):
     tiles: Tensor  # (B, H, M, W)
 
     def packed(self) -> Tensor:
-        """(B, H, M, 1 + 2W): each count, and the pairs (block, tile)."""
+        """(B, H, M, 2 + 2W): the rows by decreasing count, each count, and the pairs (block, tile)."""
         pairs = torch.stack((self.indices, self.tiles), dim=-1).flatten(-2)
-        return torch.cat((self.counts[..., None], pairs), dim=-1)
+        order = self.counts.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+        return torch.cat((order[..., None], self.counts[..., None], pairs), dim=-1)
 
 
 class Chunk(NamedTuple):

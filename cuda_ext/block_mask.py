@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BLOCK", "BlockMask"]
 
-# As attention reads them: keys_of_queries (B, H, Mq, 1 + 2W), a count and so many pairs (block, tile); queries_of_keys
-# the same; both_tiles (2, T, 128, 4).
+# As attention reads them: keys_of_queries (B, H, Mq, 2 + 2W), the number of the n-th longest list, a count and so many
+# pairs (block, tile); queries_of_keys the same; both_tiles (2, T, 128, 4).
 _FIELDS = ("keys_of_queries", "queries_of_keys", "both_tiles")
 
 
@@ -75,7 +75,8 @@ class BlockMask:
     ) -> None:
         """From lists that are there. The transposed lists are computed if they are None.
 
-        ``check=False`` leaves out all checks; wrong lists then make kernels read wherever they point to.
+        ``check=False`` leaves out all checks; wrong lists then make kernels read wherever they point to, and transposed
+        lists that differ can make a deterministic backward on a GPU wait forever.
 
         Raises:
             RuntimeError: wrong types, shapes, dtypes or devices; counts, listed blocks or tiles out of range, a block
@@ -128,27 +129,27 @@ class BlockMask:
 
     @property
     def kv_counts(self) -> Tensor:
-        return self.keys_of_queries[..., 0]
+        return self.keys_of_queries[..., 1]
 
     @property
     def kv_indices(self) -> Tensor:
-        return self.keys_of_queries[..., 1::2]
-
-    @property
-    def kv_tiles(self) -> Tensor:
         return self.keys_of_queries[..., 2::2]
 
     @property
+    def kv_tiles(self) -> Tensor:
+        return self.keys_of_queries[..., 3::2]
+
+    @property
     def q_counts(self) -> Tensor:
-        return self.queries_of_keys[..., 0]
+        return self.queries_of_keys[..., 1]
 
     @property
     def q_indices(self) -> Tensor:
-        return self.queries_of_keys[..., 1::2]
+        return self.queries_of_keys[..., 2::2]
 
     @property
     def q_tiles(self) -> Tensor:
-        return self.queries_of_keys[..., 2::2]
+        return self.queries_of_keys[..., 3::2]
 
     @property
     def tiles(self) -> Tensor:

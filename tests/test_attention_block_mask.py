@@ -69,6 +69,8 @@ def random_features(batch: int, sq: int, sk: int, heads: int, dtype: torch.dtype
         tensors["attn_bias"] = torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_()
     if random.random() < 0.2:
         tensors["attn_mask"] = torch.rand(random.choice((1, batch)), 1, 1, sk) < 0.8
+    if random.random() < 0.3:
+        options["deterministic"] = True
     return tensors, options
 
 
@@ -159,7 +161,9 @@ def test_lists_in_any_order() -> None:
             for values in (indices[tuple(at)], tiles[tuple(at)]):
                 values[:count] = values[:count][order]
 
-    assert_same_bits(outputs(tensors, block_mask=rebuilt(mask, shuffle)), outputs(tensors, block_mask=mask))
+    # CUDA kernels add in the order of the lists.
+    for a, e in zip(outputs(tensors, block_mask=rebuilt(mask, shuffle)), outputs(tensors, block_mask=mask), strict=True):
+        torch.testing.assert_close(a, e)
 
 
 def test_lists_that_change_between_calls() -> None:
@@ -201,9 +205,10 @@ def test_rows_and_heads_without_keys(sinks: bool) -> None:
     torch.testing.assert_close(lse[:, 1], expected.expand(1, 300))
 
 
-@pytest.mark.cpu_only("there all blocks are read")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_blocks_that_are_not_listed_are_not_read(dtype: torch.dtype) -> None:
+def test_blocks_that_are_not_listed_are_not_read(dtype: torch.dtype, backend: str) -> None:
+    if dtype == torch.float64 and backend != "cpu":
+        pytest.skip("composed of other ops, which read all")
     mask = BlockMask.blocks(torch.eye(4, dtype=torch.bool), 128, 500, 500)
     tensors = qkv(1, 500, 500, 2, 1, 16, 24, dtype)
     good = outputs(tensors, block_mask=mask)

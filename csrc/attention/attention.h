@@ -49,11 +49,13 @@ struct KeyCache {
   int64_t pages = 0;
 };
 
-// For each block of kMaskBlock rows of one operand, the blocks of the other that it takes part with: an int32 count,
-// and so many pairs (block, tile), in any order. What follows them is not read. tile: the bits of the pair's elements,
-// or kFullBlock if all take part. Strides in elements; 0 broadcasts.
+// For each block of kMaskBlock rows of one operand, the blocks of the other that it takes part with, in int32: one
+// element of a permutation of the blocks, by which those with the longest lists come first; a count; and so many pairs
+// (block, tile), in any order. What follows them is not read. tile: the bits of the pair's elements, or kFullBlock if
+// all take part. Strides in elements, even; 0 broadcasts.
 constexpr int64_t kMaskBlock = 128;
 constexpr int32_t kFullBlock = -1;
+constexpr int64_t kTileRowWords = kMaskBlock / 32;
 struct BlockLists {
   const int32_t* data = nullptr;
   int64_t batch_stride = 0, head_stride = 0, block_stride = 0;
@@ -113,7 +115,7 @@ struct AttentionParams {
   // for two tensors, so there the bias includes the mask.
   const uint8_t* mask = nullptr;
   int64_t mask_strides[4] = {};  // like bias_strides
-  BlockMask block_mask;          // only on the CPU, too
+  BlockMask block_mask;
 
   // Philox4x32-10 with key = seed and counter = (element / 4, offset); element = row * dropout_pitch + key index.
   double dropout_p = 0.0;

@@ -116,7 +116,8 @@ DEVICE void hand_over(typename Kernel::Storage& shared, int stage, int n, const 
 // dropout drops it.
 template <class Kernel>
 DEVICE void make_probs_with_options(const AttentionBackwardParams& p, const BackwardPlan& plan,
-                                    typename Kernel::Storage& shared, const QueryTile& tile, int stage, bool is_masked,
+                                    typename Kernel::Storage& shared, const QueryTile& tile,
+                                    const RowBits<typename Kernel::Scores>& bits, int stage, bool is_masked,
                                     typename Kernel::Scores::Accumulators& s) {
   using Scores = typename Kernel::Scores;
   const int first_query = tile.index * Kernel::kBlockM, thread = Kernel::thread();
@@ -135,7 +136,8 @@ DEVICE void make_probs_with_options(const AttentionBackwardParams& p, const Back
     for (int q = 0; q < 4; ++q) {
       const OptionsProb of = prob_with_options<typename Kernel::Element>(
           p, plan, keys.visible, options, s[0][n][q], arch::bits_float(row_lse.data[q % 2]),
-          keys.first + Scores::row(0, q / 2, thread), first_query + column + q % 2, is_masked);
+          keys.first + Scores::row(0, q / 2, thread), first_query + column + q % 2, is_masked,
+          bits.has(0, q / 2, n, q % 2));
       const bool kept = random[q] >= plan.dropout.drop_below;
       s[0][n][q] = kept ? of.prob : 0.0f;
       handed[q] = kept ? of.prob * of.slope_of_cap : -(of.prob * of.slope_of_cap);
@@ -147,16 +149,26 @@ DEVICE void make_probs_with_options(const AttentionBackwardParams& p, const Back
 // Scores become P, which is handed to the other consumer.
 template <class Kernel>
 DEVICE void make_probs_of_step(const AttentionBackwardParams& p, const BackwardPlan& plan,
-                               typename Kernel::Storage& shared, const QueryTile& tile, int step,
+                               typename Kernel::Storage& shared, const QueryStep& at, const QueryTile& tile, int step,
                                typename Kernel::Scores::Accumulators& s) {
   const int first_query = tile.index * Kernel::kBlockM, stage = step % Kernel::kStages;
   const BackwardTask::Keys keys = load_struct(shared.task.keys);
   const bool is_masked = !keys.visible.all_visible(first_query, first_query + Kernel::kBlockM - 1, keys.first,
                                                    keys.first + Kernel::kBlockN);
   if constexpr (!Kernel::kWithOptions) make_probs<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
+  bool is_handed = false;
   if constexpr (Kernel::kWithOptions) {
-    make_probs_with_options<Kernel>(p, plan, shared, tile, stage, is_masked, s);
-  } else {
+    const RowBits<typename Kernel::Scores> bits = row_bits<Kernel>(p, shared.task, at);
+    if (plan.modifies) {
+      make_probs_with_options<Kernel>(p, plan, shared, tile, bits, stage, is_masked, s);
+      is_handed = true;
+    } else {
+      // There is a block mask alone.
+      apply_bits<typename Kernel::Scores>(s, bits);
+      make_probs_minus_lse<Kernel>(s, shared.minus_lse[stage], plan, keys.visible, keys.first, first_query, is_masked);
+    }
+  }
+  if (!is_handed) {
 #pragma unroll
     for (int n = 0; n < Kernel::Scores::kColumnTiles; ++n) hand_over<Kernel>(shared, stage, n, s[0][n]);
   }
@@ -190,7 +202,7 @@ DEVICE void multiply_handed(const BackwardPlan& plan, typename Kernel::Storage& 
 // The steps of a block, at least one, for the consumer that has dV.
 template <class Kernel>
 DEVICE void accumulate_values(const AttentionBackwardParams& p, const BackwardPlan& plan,
-                              typename Kernel::Storage& shared, QueryTile tile,
+                              typename Kernel::Storage& shared, QueryStep at,
                               typename Kernel::GradV::Accumulators& grad_value) {
   using T = typename Kernel::Element;
   typename Kernel::Scores::Accumulators s;
@@ -198,8 +210,9 @@ DEVICE void accumulate_values(const AttentionBackwardParams& p, const BackwardPl
   arch::barrier_wait(shared.keys_full, 0);
   int step = 0;  // one register gives all stages and parities
 #pragma unroll 1
-  for (bool more = true; more; ++step, tile = load_struct(shared.task.steps).next(tile)) {
-    more = tile != load_struct(shared.task.steps).last;
+  for (bool more = true; more; ++step, at = next_step<Kernel>(p, shared.task, at)) {
+    more = at != load_struct(shared.task.steps).last;
+    const QueryTile tile = tile_of<Kernel>(p, shared.task, at);
     const int stage = step % Kernel::kStages;
     await_rows<Kernel>(p, shared, tile, shared.q_full[stage], step);
     // Issue S^T = K Q^T.
@@ -207,7 +220,7 @@ DEVICE void accumulate_values(const AttentionBackwardParams& p, const BackwardPl
         s, arch::shared_address(shared.k), arch::shared_address(shared.q[stage]), shared.minus_lse[stage]);
     arch::wgmma_wait<0>(registers_of(s));
     // S becomes P, also for the other consumer.
-    make_probs_of_step<Kernel>(p, plan, shared, tile, step, s);
+    make_probs_of_step<Kernel>(p, plan, shared, at, tile, step, s);
     // Release the queries; the other consumer does so when it has added to dK.
     arrive_warps(shared.q_empty[stage]);
     round_operand<T>(s, probs);
@@ -223,7 +236,7 @@ DEVICE void accumulate_values(const AttentionBackwardParams& p, const BackwardPl
 // The same for the consumer that has dK.
 template <class Kernel>
 DEVICE void accumulate_keys(const AttentionBackwardParams& p, const BackwardPlan& plan,
-                            typename Kernel::Storage& shared, QueryTile tile,
+                            typename Kernel::Storage& shared, QueryStep at,
                             typename Kernel::GradK::Accumulators& grad_key) {
   using T = typename Kernel::Element;
   typename Kernel::Scores::Accumulators grad;
@@ -231,8 +244,9 @@ DEVICE void accumulate_keys(const AttentionBackwardParams& p, const BackwardPlan
   arch::barrier_wait(shared.keys_full, 0);
   int step = 0;
 #pragma unroll 1
-  for (bool more = true; more; ++step, tile = load_struct(shared.task.steps).next(tile)) {
-    more = tile != load_struct(shared.task.steps).last;
+  for (bool more = true; more; ++step, at = next_step<Kernel>(p, shared.task, at)) {
+    more = at != load_struct(shared.task.steps).last;
+    const QueryTile tile = tile_of<Kernel>(p, shared.task, at);
     const int stage = step % Kernel::kStages;
     await_rows<Kernel>(p, shared, tile, shared.do_full[stage], step);
     // Issue dP^T = V dO^T.
@@ -278,14 +292,14 @@ GLOBAL(Kernel::kThreads, 1)
 attention_bwd_keys_sm90(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT BackwardPlan plan,
                         GRID_CONSTANT KeysMaps maps) {
   SHARED_STORAGE(typename Kernel::Storage, shared);
-  QueryTile first;
+  QueryStep first;
   bool has_steps;
   {
     const BackwardWork work = find_work<Kernel>(p, plan);
-    if (work.steps < 0) return;
+    if (!work.has_keys) return;
     first = work.first;
-    has_steps = work.steps > 0;
-    if (arch::thread_index() == 0) work.task.store(shared.task);
+    has_steps = work.has_steps;
+    if (arch::thread_index() == 0) work.task.store<Kernel>(shared.task);
   }
   if (arch::thread_index() == 0) {
     init_load_barriers<Kernel>(shared, Kernel::kConsumers * kWarps);
@@ -295,7 +309,7 @@ attention_bwd_keys_sm90(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT B
   arch::sync_threads();
   if (arch::thread_index() < kWarpgroup) {
     arch::decrease_registers<kRegistersOfTwo.producer>();
-    if (has_steps && arch::thread_index() == 0) produce<Kernel>(plan, maps, shared, first);
+    if (has_steps && arch::thread_index() == 0) produce<Kernel>(p, plan, maps, shared, first);
     return;
   }
   arch::increase_registers<kRegistersOfTwo.consumer>();

@@ -63,7 +63,7 @@ struct BackwardQueries {
   static_assert(sizeof(Storage) <= 227 * 1024);
 };
 
-// Minus lse and minus delta of the two rows of a thread. The plain kernel has lse in powers of two.
+// Minus lse and minus delta of the two rows of a thread; lse in powers of two, if nothing modifies logits or probs.
 struct RowGradients {
   float minus_lse[2], minus_delta[2];
 };
@@ -73,15 +73,15 @@ DEVICE RowGradients load_rows(const AttentionBackwardParams& p, const BackwardPl
   const TileRows rows = load_struct(task.rows);
   const int64_t first_row = rows.first_head * int64_t(plan.head_rows) +
                             first_tile<Kernel::kPaddedM>(p, plan, load_struct(task.position).batch) * Kernel::kPaddedM;
+  constexpr float kLog2e = 1.4426950408889634f;
+  const float lse_factor = !Kernel::kWithOptions ? plan.factor : plan.modifies ? 1.0f : kLog2e;
   RowGradients loaded;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int query = rows.first + Kernel::Scores::row(0, half, Kernel::thread());
     const int64_t row = first_row + query;
     const bool exists = query < rows.count;
-    loaded.minus_lse[half] =
-        exists ? arch::load_global<float>(plan.minus_lse + row) * (Kernel::kWithOptions ? 1.0f : plan.factor)
-               : -INFINITY;
+    loaded.minus_lse[half] = exists ? arch::load_global<float>(plan.minus_lse + row) * lse_factor : -INFINITY;
     loaded.minus_delta[half] = exists ? arch::load_global<float>(plan.minus_delta + row) : 0.0f;
   }
   return loaded;
@@ -102,8 +102,9 @@ DEVICE void produce_keys(const QueriesMaps& maps, typename Kernel::Storage& shar
   Ring<Kernel::kStages> keys;
   Ring<1> values;
 #pragma unroll 1
-  for (int tile = load_struct(shared.task.keys).begin; tile < load_struct(shared.task.end).tile; ++tile) {
-    const int first_key = position.k_begin + tile * Kernel::kBlockN;
+  for (int step = load_struct(shared.task.keys).begin; step < load_struct(shared.task.end).step;
+       step = next_step<Kernel>(shared.task, step, 1)) {
+    const int first_key = position.k_begin + tile_of<Kernel>(shared.task, step) * Kernel::kBlockN;
     // Wait until both consumers have released the stage.
     arch::barrier_wait(shared.k_empty[keys.stage], keys.parity ^ 1);
     arch::barrier_arrive_expect(shared.k_full[keys.stage], TileK::kBytes);
@@ -123,51 +124,56 @@ DEVICE void produce_keys(const QueriesMaps& maps, typename Kernel::Storage& shar
 // the wait for dP.
 template <class Kernel, class Between>
 DEVICE void softmax_gradient(const AttentionBackwardParams& p, const BackwardPlan& plan, const ForwardTask& task,
-                             int tile, const RowGradients& of_rows, typename Kernel::Scores::Accumulators& s,
+                             int step, const RowGradients& of_rows, typename Kernel::Scores::Accumulators& s,
                              typename Kernel::Scores::Accumulators& grad, const Between& between) {
   using Scores = typename Kernel::Scores;
   const TileRows rows = load_struct(task.rows);
   const Visibility visible = load_struct(task.keys).visible;
-  const int first_key = tile * Kernel::kBlockN, thread = Kernel::thread();
+  const int first_key = tile_of<Kernel>(task, step) * Kernel::kBlockN, thread = Kernel::thread();
   const bool is_masked =
       !visible.all_visible(rows.first, rows.first + Kernel::kBlockM - 1, first_key, first_key + Kernel::kBlockN);
   const auto query_at = [&](int half) { return rows.first + Scores::row(0, half, thread); };
   if constexpr (Kernel::kWithOptions) {
-    const TilePosition position = load_struct(task.position);
-    const OptionsStep options(p, {position.batch, position.q_begin, rows.count, 0}, rows.first_head);
-    between();
-    arch::wgmma_wait<0>(registers_of(grad));
-    if (plan.dropout.drop_below > 0)
-      plan.dropout.drop(grad, [&](int, int half) { return options.first_row + query_at(half); }, first_key);
+    const RowBits<Scores> bits = row_bits<Kernel, Scores>(p, task, step, thread);
+    if (plan.modifies) {
+      const TilePosition position = load_struct(task.position);
+      const OptionsStep options(p, {position.batch, position.q_begin, rows.count, 0}, rows.first_head);
+      between();
+      arch::wgmma_wait<0>(registers_of(grad));
+      if (plan.dropout.drop_below > 0)
+        plan.dropout.drop(grad, [&](int, int half) { return options.first_row + query_at(half); }, first_key);
 #pragma unroll
-    for (int n = 0; n < Scores::kColumnTiles; ++n)
+      for (int n = 0; n < Scores::kColumnTiles; ++n)
 #pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        const int key = first_key + Scores::column(thread) + Scores::column_step(n) + q % 2, query = query_at(q / 2);
-        const OptionsProb of = prob_with_options<typename Kernel::Element>(
-            p, plan, visible, options, s[0][n][q], of_rows.minus_lse[q / 2], key, query, is_masked);
-        float& x = grad[0][n][q];
-        x = of.prob * (x * plan.kept_scale + of_rows.minus_delta[q / 2]);
-        if (p.grad_bias != nullptr && of.exists) add_grad_bias(p, options, key, query, x);
-        x *= of.slope_of_cap;
-      }
-  } else {
-    if (is_masked) {
-      const int origin = first_key + Scores::column(thread);
-      apply_mask<Scores>(s, [&](int, int half) { return visible.keys(query_at(half)).from(origin); });
+        for (int q = 0; q < 4; ++q) {
+          const int key = first_key + Scores::column(thread) + Scores::column_step(n) + q % 2, query = query_at(q / 2);
+          const OptionsProb of = prob_with_options<typename Kernel::Element>(p, plan, visible, options, s[0][n][q],
+                                                                             of_rows.minus_lse[q / 2], key, query,
+                                                                             is_masked, bits.has(0, q / 2, n, q % 2));
+          float& x = grad[0][n][q];
+          x = of.prob * (x * plan.kept_scale + of_rows.minus_delta[q / 2]);
+          if (p.grad_bias != nullptr && of.exists) add_grad_bias(p, options, key, query, x);
+          x *= of.slope_of_cap;
+        }
+      return;
     }
-#pragma unroll
-    for (int n = 0; n < Scores::kColumnTiles; ++n)
-#pragma unroll
-      for (int q = 0; q < 4; ++q)
-        s[0][n][q] = arch::fast_exp2(arch::fma(s[0][n][q], plan.factor, of_rows.minus_lse[q / 2]));
-    between();
-    arch::wgmma_wait<0>(registers_of(grad));
-#pragma unroll
-    for (int n = 0; n < Scores::kColumnTiles; ++n)
-#pragma unroll
-      for (int q = 0; q < 4; ++q) grad[0][n][q] = s[0][n][q] * (grad[0][n][q] + of_rows.minus_delta[q / 2]);
+    apply_bits<Scores>(s, bits);
   }
+  if (is_masked) {
+    const int origin = first_key + Scores::column(thread);
+    apply_mask<Scores>(s, [&](int, int half) { return visible.keys(query_at(half)).from(origin); });
+  }
+#pragma unroll
+  for (int n = 0; n < Scores::kColumnTiles; ++n)
+#pragma unroll
+    for (int q = 0; q < 4; ++q)
+      s[0][n][q] = arch::fast_exp2(arch::fma(s[0][n][q], plan.factor, of_rows.minus_lse[q / 2]));
+  between();
+  arch::wgmma_wait<0>(registers_of(grad));
+#pragma unroll
+  for (int n = 0; n < Scores::kColumnTiles; ++n)
+#pragma unroll
+    for (int q = 0; q < 4; ++q) grad[0][n][q] = s[0][n][q] * (grad[0][n][q] + of_rows.minus_delta[q / 2]);
 }
 
 // sums = dS K, over the keys of the block's task, at least one.
@@ -192,9 +198,10 @@ DEVICE void accumulate_queries(const AttentionBackwardParams& p, const BackwardP
   arch::barrier_wait(shared.queries_full, 0);
   await_keys(keys);
 #pragma unroll 1
-  for (int tile = load_struct(shared.task.keys).begin; tile < load_struct(shared.task.end).tile; ++tile) {
+  for (int step = load_struct(shared.task.keys).begin; step < load_struct(shared.task.end).step;
+       step = next_step<Kernel>(shared.task, step, 1)) {
     const SharedAddress k = arch::shared_address(shared.k[keys.stage]);
-    const int left = load_struct(shared.task.keys).visible.k_len - tile * Kernel::kBlockN;
+    const int left = load_struct(shared.task.keys).visible.k_len - tile_of<Kernel>(shared.task, step) * Kernel::kBlockN;
     // Clear the keys and values of the next sequence.
     if (p.cu_seqlens_k != nullptr && left < Kernel::kBlockN) {
       arch::barrier_wait(shared.v_full, values.parity);
@@ -216,8 +223,8 @@ DEVICE void accumulate_queries(const AttentionBackwardParams& p, const BackwardP
     Ring<Kernel::kStages> next = keys;
     next.advance();
     // A loop, across which ptxas does not move the exponentials: they belong before the wait for dP.
-    softmax_gradient<Kernel>(p, plan, shared.task, tile, of_rows, s, grad, [&] {
-      if (tile + 1 < load_struct(shared.task.end).tile) await_keys(next);
+    softmax_gradient<Kernel>(p, plan, shared.task, step, of_rows, s, grad, [&] {
+      if (step + 1 < load_struct(shared.task.end).step) await_keys(next);
     });
     // Release the values to the producer: dP is complete.
     ConsumerThreads::arrive(shared.v_empty);
@@ -262,19 +269,23 @@ attention_bwd_queries_sm90(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTAN
   SHARED_STORAGE(typename Kernel::Storage, shared);
   bool has_keys;
   {
-    const TileIndex index = schedule.find(arch::block_x());
+    TileIndex index = schedule.find(arch::block_x());
+    ForwardTask::order_by_lists<Kernel>(p, schedule, index);
     const Sequence sequence(p, index.batch);
     const TileRows rows{index.tile * Kernel::kBlockM, sequence.q_len, 1, index.head};
     if (rows.first >= rows.count) return;
     const Visibility visible(p, sequence);
-    const Span seen = key_tiles<Kernel>(visible, rows);
-    has_keys = seen.begin < seen.end;
+    const ForwardTask::List list =
+        ForwardTask::find_list<Kernel>(p, rows, index.batch, key_tiles<Kernel>(visible, rows));
+    const Span steps = ForwardTask::trim<Kernel>(list, ForwardTask::steps_of<Kernel>(list));
+    has_keys = steps.begin < steps.end;
     if (arch::thread_index() == 0)
-      ForwardTask{rows,
-                  {index.batch, sequence.q_begin, sequence.k_begin, index.head / int(p.heads / p.heads_kv)},
-                  {visible, seen.begin},
-                  {seen.end, 0}}
-          .store(shared.task);
+      ForwardTask{.rows = rows,
+                  .position = {index.batch, sequence.q_begin, sequence.k_begin, index.head / int(p.heads / p.heads_kv)},
+                  .keys = {visible, steps.begin},
+                  .end = {steps.end, 0},
+                  .list = list}
+          .store<Kernel::kWithOptions>(shared.task);
   }
   if (arch::thread_index() == 0) {
     arch::barrier_init(shared.queries_full, 1);

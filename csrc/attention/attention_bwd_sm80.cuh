@@ -33,6 +33,8 @@
 //                is also the order in which blocks start, so that they cannot deadlock.
 // Options        A second instantiation supports all that has_options (attention_plan.h) counts, by run-time flags. The
 //                gradient of a bias is added to global memory by float32 reductions.
+// Block mask     Also in the second instantiation. The loop goes through the lists of the block's keys, of one head
+//                after the other, and thread's bits of a step are those of its keys, as in attention_fwd_sm80.cuh.
 #pragma once
 
 #include <cstddef>
@@ -102,14 +104,14 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   if constexpr (!Kernel::kIsNeeded) return;
   SHARED_STORAGE(Storage, shared);
 
-  QueryTile tile;
+  QueryStep step;
   bool more;
   {
     const BackwardWork work = find_work<Kernel>(p, plan);
-    if (work.steps < 0) return;
-    tile = work.first;
-    more = work.steps > 0;
-    if (arch::thread_index() == 0) work.task.store(shared.task);
+    if (!work.has_keys) return;
+    step = work.first;
+    more = work.has_steps;
+    if (arch::thread_index() == 0) work.task.store<Kernel>(shared.task);
   }
   arch::sync_threads();  // the task is written
 
@@ -157,17 +159,20 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     copy_lines<typename Kernel::TileV, kThreads>(tile_v, keys_left, int(p.dim_v), [&](int i) {
       return row_of<const T>(p.value, batch, head.k_begin + keys.first + i, head.head_kv);
     });
+    const QueryTile tile = tile_of<Kernel>(p, shared.task, step);
     copy_grad_out(tile);
     copy_queries(tile);
     arch::cp_async_commit();
   }
+  const auto next_tile = [&] { return tile_of<Kernel>(p, shared.task, next_step<Kernel>(p, shared.task, step)); };
 
 #pragma unroll 1
-  for (; more; tile = load_struct(shared.task.steps).next(tile)) {
+  for (; more; step = next_step<Kernel>(p, shared.task, step)) {
     arch::cp_async_wait<0>();
     arch::sync_threads();  // queries and output gradients have arrived, and dS has been read
 
-    more = tile != load_struct(shared.task.steps).last;
+    more = step != load_struct(shared.task.steps).last;
+    const QueryTile tile = tile_of<Kernel>(p, shared.task, step);
     const int first_query = tile.index * kBlockM;
     typename Scores::Accumulators s = {}, grad = {};
     // S^T = K Q^T - lse; in float32, and with options, lse is subtracted later.
@@ -187,11 +192,18 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     // S becomes P, and dP becomes dS.
     if constexpr (Kernel::kWithOptions) {
       const OptionsStep options(p, load_struct(shared.task.queries), tile.head);
-      softmax_gradient_with_options<Kernel>(s, grad, p, plan, keys.visible, options, shared.minus_lse,
-                                            shared.minus_delta, keys.first, first_query, is_masked);
+      const RowBits<Scores> bits = row_bits<Kernel>(p, shared.task, step);
+      if (plan.modifies) {
+        softmax_gradient_with_options<Kernel>(s, grad, p, plan, keys.visible, options, bits, shared.minus_lse,
+                                              shared.minus_delta, keys.first, first_query, is_masked);
+      } else {  // a block mask alone
+        apply_bits<Scores>(s, bits);
+        make_probs_minus_lse<Kernel>(s, shared.minus_lse, plan, keys.visible, keys.first, first_query, is_masked);
+        multiply_probs<Kernel>(grad, s, shared.minus_delta);
+      }
     } else {
       if constexpr (Kernel::kIsFloat32)
-        make_float32_probs<Kernel>(s, shared.minus_lse, plan, keys.visible, keys.first, first_query, is_masked);
+        make_probs_minus_lse<Kernel>(s, shared.minus_lse, plan, keys.visible, keys.first, first_query, is_masked);
       else
         make_probs<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
       multiply_probs(grad, s);
@@ -206,7 +218,7 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
       multiply<typename Kernel::TileDOOfDV>(operand_of<T>(s), lane_do, grad_value, p.in_tf32);
       arch::sync_threads();  // dS is written, and the output gradients have been read
       // The next output gradients arrive during dK.
-      if (more) copy_grad_out(load_struct(shared.task.steps).next(tile));
+      if (more) copy_grad_out(next_tile());
       // dK += dS^T Q, with dS from registers.
       multiply<typename Kernel::TileQOfDK>(operand_of<T>(grad), lane_q, grad_key, p.in_tf32);
       arch::sync_threads();  // the queries have been read
@@ -220,10 +232,10 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
           rows_of<Scores, typename Kernel::TileScores>(base, offsetof(Storage, grad_scores)), lane_q, grad_key,
           p.in_tf32);
       arch::sync_threads();  // queries and output gradients have been read
-      if (more) copy_grad_out(load_struct(shared.task.steps).next(tile));
+      if (more) copy_grad_out(next_tile());
     }
     // The next queries arrive during dQ.
-    if (more) copy_queries(load_struct(shared.task.steps).next(tile));
+    if (more) copy_queries(next_tile());
     arch::cp_async_commit();
 
     // dQ = dS K, added to the sums in the workspace.
@@ -238,7 +250,7 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     } else {
       // Blocks add in the order of their keys.
       uint32_t* const semaphore = plan.dq_semaphore + row / kBlockM;
-      const uint32_t earlier = earlier_blocks<Kernel>(load_struct(shared.task.keys), first_query);
+      const uint32_t earlier = earlier_blocks<Kernel>(p, shared.task, tile);
       if (arch::opaque_thread_index() == 0) arch::wait_equal(semaphore, earlier);
       arch::sync_threads();  // all earlier blocks have added
       sums.reduce_add(grad_query);

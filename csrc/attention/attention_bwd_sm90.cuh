@@ -31,7 +31,7 @@
 //                earlier.
 // Lengths        TMA reads zeros beyond the tensor. With varlen the rows beyond a sequence are those of the
 //                next one; they are cleared in shared memory, because 0 times infinity is NaN.
-// Options, splits: as in attention_bwd_sm80.cuh.
+// Options, block masks, splits: as in attention_bwd_sm80.cuh.
 #pragma once
 
 #include "attention/attention_bwd_sm90.h"
@@ -108,16 +108,17 @@ struct Backward {
 
 // The adder, one thread: adds the sums of each step to those in the workspace.
 template <class Kernel>
-DEVICE void add_sums(const BackwardPlan& plan, const BackwardMaps& maps, typename Kernel::Storage& shared,
-                     QueryTile tile) {
+DEVICE void add_sums(const AttentionParams& p, const BackwardPlan& plan, const BackwardMaps& maps,
+                     typename Kernel::Storage& shared, QueryStep step) {
   const BackwardTask::Queries queries = load_struct(shared.task.queries);
   uint32_t parity = 0;
 #pragma unroll 1
-  for (bool more = true; more; tile = load_struct(shared.task.steps).next(tile), parity ^= 1) {
-    more = tile != load_struct(shared.task.steps).last;
+  for (bool more = true; more; step = next_step<Kernel>(p, shared.task, step), parity ^= 1) {
+    more = step != load_struct(shared.task.steps).last;
+    const QueryTile tile = tile_of<Kernel>(p, shared.task, step);
     const int padded = padded_row<Kernel>(plan, queries, tile);
     const int to[2] = {0, int(int64_t(padded) * Kernel::GradQ::kColumns / kSumsLine)};
-    const uint32_t earlier = earlier_blocks<Kernel>(load_struct(shared.task.keys), tile.index * Kernel::kBlockM);
+    const uint32_t earlier = plan.dq_semaphore != nullptr ? earlier_blocks<Kernel>(p, shared.task, tile) : 0;
     // Wait for the sums of both consumers.
     arch::barrier_wait(shared.sums_full, parity);
     // Wait for the blocks of earlier keys.
@@ -156,21 +157,31 @@ DEVICE void await_keys(const AttentionBackwardParams& p, typename Kernel::Storag
 // The scores s become P, while dP is in flight, and dP becomes dS. Afterwards the dS of the step before has been read.
 template <class Kernel>
 DEVICE void softmax_gradient(const AttentionBackwardParams& p, const BackwardPlan& plan,
-                             typename Kernel::Storage& shared, const QueryTile& tile, int step,
+                             typename Kernel::Storage& shared, const QueryStep& at, const QueryTile& tile, int step,
                              typename Kernel::Scores::Accumulators& s, typename Kernel::Scores::Accumulators& grad) {
   const int first_query = tile.index * Kernel::kBlockM;
   const BackwardTask::Keys keys = load_struct(shared.task.keys);
   const bool is_masked = !keys.visible.all_visible(first_query, first_query + Kernel::kBlockM - 1, keys.first,
                                                    keys.first + Kernel::kBlockN);
+  const int stage = step % Kernel::kStages;
   if constexpr (!Kernel::kWithOptions) make_probs<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
+  if constexpr (Kernel::kWithOptions)
+    if (!plan.modifies) {  // a block mask alone
+      apply_bits<typename Kernel::Scores>(s, row_bits<Kernel>(p, shared.task, at));
+      make_probs_minus_lse<Kernel>(s, shared.minus_lse[stage], plan, keys.visible, keys.first, first_query, is_masked);
+    }
   // A loop, across which ptxas does not move the exponentials: they belong before the wait for dP.
   arch::barrier_wait(shared.scores_read, step % 2 ^ 1);
   arch::wgmma_wait<0>(registers_of(grad));
   if constexpr (Kernel::kWithOptions) {
-    const int stage = step % Kernel::kStages;
-    const OptionsStep options(p, load_struct(shared.task.queries), tile.head);
-    softmax_gradient_with_options<Kernel>(s, grad, p, plan, keys.visible, options, shared.minus_lse[stage],
-                                          shared.minus_delta[stage], keys.first, first_query, is_masked);
+    if (plan.modifies) {
+      const OptionsStep options(p, load_struct(shared.task.queries), tile.head);
+      softmax_gradient_with_options<Kernel>(s, grad, p, plan, keys.visible, options,
+                                            row_bits<Kernel>(p, shared.task, at), shared.minus_lse[stage],
+                                            shared.minus_delta[stage], keys.first, first_query, is_masked);
+    } else {
+      multiply_probs<Kernel>(grad, s, shared.minus_delta[stage]);
+    }
   } else {
     multiply_probs(grad, s);
   }
@@ -204,7 +215,7 @@ DEVICE void store_sums(typename Kernel::Storage& shared, int step, const typenam
 // The steps of a block, at least one, for a consumer.
 template <class Kernel>
 DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& plan, typename Kernel::Storage& shared,
-                       QueryTile tile, typename Kernel::GradK::Accumulators& grad_key,
+                       QueryStep at, typename Kernel::GradK::Accumulators& grad_key,
                        typename Kernel::GradV::Accumulators& grad_value) {
   using T = typename Kernel::Element;
   using TileK = typename Kernel::TileK;
@@ -217,6 +228,7 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
   typename Kernel::GradQ::Accumulators sums;
   typename Kernel::Fragments probs, grad_scores;
   int step = 0;  // one register gives all stages and parities
+  QueryTile tile = tile_of<Kernel>(p, shared.task, at);
   const auto await_queries = [&] {
     const int stage = step % Kernel::kStages;
     arch::barrier_wait(shared.q_full[stage], step / Kernel::kStages % 2);
@@ -236,7 +248,7 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
 
 #pragma unroll 1
   for (bool more = true; more;) {
-    more = tile != load_struct(shared.task.steps).last;
+    more = at != load_struct(shared.task.steps).last;
     const int stage = step % Kernel::kStages, this_step = step;
     const SharedAddress grad_out = arch::shared_address(shared.grad_out[stage]);
     // Issue dP = V dO^T.
@@ -244,7 +256,7 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
     clear_tail<Kernel, TileDO>(grad_out, lines_left<Kernel>(p, shared, tile));
     start_rows<Kernel, TileV, TileDO>(grad, v + first_line() * kPieceBytes, grad_out, shared.minus_delta[stage]);
     // S becomes P while dP is in flight, and dP becomes dS.
-    softmax_gradient<Kernel>(p, plan, shared, tile, step, s, grad);
+    softmax_gradient<Kernel>(p, plan, shared, at, tile, step, s, grad);
     round_operand<T>(s, probs);
     round_operand<T>(grad, grad_scores);
     // Issue dV += P^T dO.
@@ -264,7 +276,8 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
     // would make ptxas wait for each product.
     if (more) {
       ++step;
-      tile = load_struct(shared.task.steps).next(tile);
+      at = next_step<Kernel>(p, shared.task, at);
+      tile = tile_of<Kernel>(p, shared.task, at);
       await_queries();
     }
     start_scores();
@@ -318,14 +331,14 @@ GLOBAL(Kernel::kThreads, 1)
 attention_bwd_sm90(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT BackwardPlan plan,
                    GRID_CONSTANT BackwardMaps maps) {
   SHARED_STORAGE(typename Kernel::Storage, shared);
-  QueryTile first;
+  QueryStep first;
   bool has_steps;
   {
     const BackwardWork work = find_work<Kernel>(p, plan);
-    if (work.steps < 0) return;
+    if (!work.has_keys) return;
     first = work.first;
-    has_steps = work.steps > 0;
-    if (arch::thread_index() == 0) work.task.store(shared.task);
+    has_steps = work.has_steps;
+    if (arch::thread_index() == 0) work.task.store<Kernel>(shared.task);
   }
   if (arch::thread_index() == 0) {
     init_load_barriers<Kernel>(shared, Kernel::kConsumers);
@@ -338,8 +351,8 @@ attention_bwd_sm90(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   if (arch::thread_index() < kWarpgroup) {
     arch::decrease_registers<Kernel::kProducerRegisters>();
     if (!has_steps) return;
-    if (arch::thread_index() == 0) produce<Kernel>(plan, maps.loop, shared, first);
-    if (arch::thread_index() == arch::kWarpSize) add_sums<Kernel>(plan, maps, shared, first);
+    if (arch::thread_index() == 0) produce<Kernel>(p, plan, maps.loop, shared, first);
+    if (arch::thread_index() == arch::kWarpSize) add_sums<Kernel>(p, plan, maps, shared, first);
   } else {
     arch::increase_registers<Kernel::kConsumerRegisters>();
     typename Kernel::GradK::Accumulators grad_key = {};

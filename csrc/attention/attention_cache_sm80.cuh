@@ -253,7 +253,7 @@ DEVICE void attend_cached(const CachedAttentionParams& p, const CachePlan& plan,
   typename OutTiles::Accumulators out = {};
   OnlineSoftmax<1> softmax;
   RowSums<1> sums;
-  const int begin = load_struct(shared.task.keys).begin, end = load_struct(shared.task.end).tile;
+  const int begin = load_struct(shared.task.keys).begin, end = load_struct(shared.task.end).step;
   {
     const TileRows rows = load_struct(shared.task.rows);
     const TilePosition position = load_struct(shared.task.position);
@@ -287,7 +287,7 @@ DEVICE void attend_cached(const CachedAttentionParams& p, const CachePlan& plan,
     const TileRows rows = load_struct(shared.task.rows);
     const Visibility visible = load_struct(shared.task.keys).visible;
     const int first_key = tile * kBlockN;
-    if (plan.with_options)
+    if (plan.modifies_logits)
       modify_logits<T, LogitTiles>(logits, p, plan, rows, load_struct(shared.task.position).batch, visible.k_len,
                                    row_at, first_key);
     // Hide the keys that a row does not see.

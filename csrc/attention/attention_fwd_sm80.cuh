@@ -22,6 +22,9 @@
 //                memory, too.
 // Softmax        Online; outputs are rescaled only when the maximum of a row has grown by more than 2^8 (softmax.cuh).
 // Options        A second instantiation supports all that has_options (attention_plan.h) counts, by run-time flags.
+// Block mask     Also in the second instantiation. The loop goes through the list of the tile's queries instead: steps
+//                are tiles of listed blocks, read from memory where they are needed. Of a block that is seen in part, a
+//                thread loads one word for each of its rows, with a bit for each of its columns.
 // Splits         If the tiles would not fill the GPU, the keys of a tile are divided among several blocks. Each stores
 //                its output and log-sum-exp in the workspace, and a second kernel combines them
 //                (attention_combine.cuh).
@@ -90,14 +93,14 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
     if (p.rng_state != nullptr && arch::block_x() == 0 && arch::block_y() == 0 && arch::thread_index() == 0)
       store_rng(p.rng_state, load_rng(plan.dropout.rng));
 
-  int begin, end;  // tiles of keys
+  int begin, end;  // steps
   {
-    const auto task = ForwardTask::find<Kernel>(p, plan, arch::block_x(), arch::block_y());
+    const ForwardTask task = ForwardTask::find<Kernel>(p, plan, arch::block_x(), arch::block_y());
     if (task.has_no_rows()) return;
     begin = task.keys.begin;
-    end = task.end.tile;
+    end = task.end.step;
     // One thread stores the task, from which all recompute what they need.
-    if (arch::thread_index() == 0) task.store(shared.task);
+    if (arch::thread_index() == 0) task.store<Kernel::kWithOptions>(shared.task);
   }
   arch::sync_threads();  // the task is written
 
@@ -134,14 +137,16 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
   const auto copy_values = [&](int tile) {
     copy.template operator()<TileV>(p.value, offsetof(Storage, v), tile, p.dim_v, plan.value_pass);
   };
-  if (begin < end) copy_keys(end - 1);
+  const auto tile_at = [&](int step) { return tile_of<Kernel>(shared.task, step); };
+  const auto next = [&](int step) { return next_step<Kernel>(shared.task, step, -1); };
+  if (begin < end) copy_keys(tile_at(end - 1));
 
 #pragma unroll 1
-  for (int tile = end - 1; tile >= load_struct(shared.task.keys).begin; --tile) {
+  for (int step = end - 1; step >= load_struct(shared.task.keys).begin; step = next(step)) {
     arch::cp_async_wait<0>();
     arch::sync_threads();  // the keys have arrived, and the previous values have been read
     // The values arrive during Q K^T.
-    copy_values(tile);
+    copy_values(tile_at(step));
     // S = Q K^T.
     typename LogitTiles::Accumulators logits = {};
     multiply<TileK>(rows_of<LogitTiles, TileQ>(base, offsetof(Storage, q)),
@@ -150,12 +155,15 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
     arch::cp_async_wait<0>();
     arch::sync_threads();  // the values have arrived, and the keys have been read
     // The next keys arrive during softmax and P V.
-    if (tile > load_struct(shared.task.keys).begin) copy_keys(tile - 1);
-    const int first_key = tile * kBlockN;
-    if constexpr (Kernel::kWithOptions)
-      modify_logits<T, LogitTiles>(logits, p, plan, load_struct(shared.task.rows),
-                                   load_struct(shared.task.position).batch, load_struct(shared.task.keys).visible.k_len,
-                                   row_at, first_key);
+    if (step > load_struct(shared.task.keys).begin) copy_keys(tile_at(next(step)));
+    const int first_key = tile_at(step) * kBlockN;
+    if constexpr (Kernel::kWithOptions) {
+      if (plan.modifies_logits)
+        modify_logits<T, LogitTiles>(logits, p, plan, load_struct(shared.task.rows),
+                                     load_struct(shared.task.position).batch,
+                                     load_struct(shared.task.keys).visible.k_len, row_at, first_key);
+      apply_block_mask<Kernel, LogitTiles>(logits, p, shared.task, step, arch::opaque_thread_index());
+    }
     // Hide the keys that a row does not see; most tiles have none.
     if (!load_struct(shared.task.unmasked).has_all(first_key, first_key + kBlockN)) {
       const TileRows rows = load_struct(shared.task.rows);

@@ -25,7 +25,7 @@
 //                block_n / 2 logits, block_n / 4 probs, dim_v / 2 outputs.
 // Lengths        TMA reads zeros beyond the tensor. With varlen the rows beyond a sequence are those of the
 //                next one: keys are masked, values are cleared in shared memory, because 0 times infinity is NaN.
-// Options, splits: as in attention_fwd_sm80.cuh.
+// Options, block masks, splits: as in attention_fwd_sm80.cuh.
 #pragma once
 
 #include "attention/attention_fwd_sm90.h"
@@ -64,9 +64,8 @@ struct Forward {
   using Logits = typename LogitTiles::Accumulators;
   using Out = typename OutTiles::Accumulators;
   using Probs = uint32_t[kSteps][4];  // fragments of P
-  DEVICE static int row_at(int m, int half) {
-    return LogitTiles::row(m, half, arch::opaque_thread_index() - kWarpgroup);
-  }
+  DEVICE static int thread() { return arch::opaque_thread_index() - kWarpgroup; }
+  DEVICE static int row_at(int m, int half) { return LogitTiles::row(m, half, thread()); }
 
   struct Storage {
     alignas(1024) unsigned char q[TileQ::kBytes];
@@ -120,12 +119,12 @@ DEVICE void produce(const AttentionParams& p, const ForwardPlan& plan, const For
   for (int round = 0; round * arch::grid_x() < plan.items(); ++round) {
     const int item = item_of_round(round);
     if (item >= plan.items()) break;
-    const auto task = ForwardTask::find<Kernel>(p, plan, item / plan.splits, item % plan.splits);
+    const ForwardTask task = ForwardTask::find<Kernel>(p, plan, item / plan.splits, item % plan.splits);
     if (task.has_no_rows()) continue;
     const TilePosition& position = task.position;
     // Wait until the consumers have stored the item before.
     wait_for_consumers();
-    task.store(shared.task);
+    task.store<Kernel::kWithOptions>(shared.task);
     // Publish the task, and load its queries.
     arch::barrier_arrive_expect(shared.q_full, Kernel::TileQ::kBytes);
     load_pieces<typename Kernel::TileQ>(arch::shared_address(shared.q), maps.query, shared.q_full,
@@ -139,15 +138,18 @@ DEVICE void produce(const AttentionParams& p, const ForwardPlan& plan, const For
                          position.k_begin + tile * Kernel::kBlockN, position.head_kv, position.batch);
       keys.advance();
     };
-    const int begin = task.keys.begin, end = task.end.tile;
-    if (begin < end) load_keys(end - 1);
+    const int begin = task.keys.begin, end = task.end.step;
+    // The task that was just published is read back: with options the walk along its list needs it.
+    const auto tile_at = [&](int step) { return tile_of<Kernel>(shared.task, step); };
+    if (begin < end) load_keys(tile_at(end - 1));
 #pragma unroll 1
-    for (int tile = end - 1; tile >= begin; --tile) {
-      if (tile > begin) load_keys(tile - 1);  // needed before the values
+    for (int step = end - 1, next; step >= begin; step = next) {
+      next = next_step<Kernel>(shared.task, step, -1);
+      if (step > begin) load_keys(tile_at(next));  // needed before the values
       arch::barrier_wait(shared.v_empty[values.stage], values.parity ^ 1);
       arch::barrier_arrive_expect(shared.v_full[values.stage], TileV::kBytes);
       load_pieces<TileV>(arch::shared_address(shared.v[values.stage]), maps.value, shared.v_full[values.stage],
-                         position.k_begin + tile * Kernel::kBlockN, position.head_kv, position.batch);
+                         position.k_begin + tile_at(step) * Kernel::kBlockN, position.head_kv, position.batch);
       values.advance();
     }
   }
@@ -182,15 +184,18 @@ struct Turns {
 // logits -> probs, which are relative to the maximum that softmax then has. Returns whether that has grown; then the
 // output must be scaled by `by`.
 template <class Kernel>
-DEVICE bool softmax_of_keys(const AttentionParams& p, const ForwardPlan& plan, const ForwardTask& task, int tile,
+DEVICE bool softmax_of_keys(const AttentionParams& p, const ForwardPlan& plan, const ForwardTask& task, int step,
                             typename Kernel::Logits& s, OnlineSoftmax<1>& softmax, RowSums<1>& sums,
                             float (&by)[1][2]) {
   using LogitTiles = typename Kernel::LogitTiles;
-  const int first_key = tile * Kernel::kBlockN;
-  if constexpr (Kernel::kWithOptions)
-    modify_logits<typename Kernel::Element, LogitTiles>(
-        s, p, plan, load_struct(task.rows), load_struct(task.position).batch, load_struct(task.keys).visible.k_len,
-        Kernel::row_at, first_key);
+  const int first_key = tile_of<Kernel>(task, step) * Kernel::kBlockN;
+  if constexpr (Kernel::kWithOptions) {
+    if (plan.modifies_logits)
+      modify_logits<typename Kernel::Element, LogitTiles>(
+          s, p, plan, load_struct(task.rows), load_struct(task.position).batch, load_struct(task.keys).visible.k_len,
+          Kernel::row_at, first_key);
+    apply_block_mask<Kernel, LogitTiles>(s, p, task, step, Kernel::thread());
+  }
   if (!load_struct(task.unmasked).has_all(first_key, first_key + Kernel::kBlockN)) {
     const TileRows rows = load_struct(task.rows);
     const Visibility visible = load_struct(task.keys).visible;
@@ -242,7 +247,17 @@ DEVICE void attend(const AttentionParams& p, const ForwardPlan& plan, typename K
     ring.advance();
   };
 
-  int tile = load_struct(shared.task.end).tile - 1;
+  // Clears values of the next sequence, by all consumers together. Only the last keys are before any.
+  const auto clear_values = [&](int step) {
+    const int left = load_struct(shared.task.keys).visible.k_len - tile_of<Kernel>(shared.task, step) * Kernel::kBlockN;
+    if (p.cu_seqlens_k == nullptr || left >= Kernel::kBlockN) return;
+    arch::barrier_wait(shared.v_full[values.stage], values.parity);
+    clear_lines<typename Kernel::TileV>(arch::shared_address(shared.v[values.stage]), left, Kernel::kBlockN,
+                                        Kernel::thread(), Kernel::kConsumers * kWarpgroup);
+    sync_consumers<Kernel::kConsumers>();
+  };
+
+  int step = load_struct(shared.task.end).step - 1;
   if (p.cu_seqlens_q != nullptr) {
     // Rows of the next sequence would take part in the decision of a warp to rescale, and so change its last bits.
     const TileRows rows = load_struct(shared.task.rows);
@@ -257,19 +272,14 @@ DEVICE void attend(const AttentionParams& p, const ForwardPlan& plan, typename K
   start_keys();
   arch::wgmma_wait<0>(registers_of(s));
   release(shared.k_empty, keys);
-  softmax_of_keys<Kernel>(p, plan, shared.task, tile, s, softmax, sums, by);
+  softmax_of_keys<Kernel>(p, plan, shared.task, step, s, softmax, sums, by);
   round_operand<typename Kernel::Element>(s, probs);
-  const int left = load_struct(shared.task.keys).visible.k_len - tile * Kernel::kBlockN;
-  if (p.cu_seqlens_k != nullptr && left < Kernel::kBlockN) {
-    arch::barrier_wait(shared.v_full[values.stage], values.parity);
-    clear_lines<typename Kernel::TileV>(arch::shared_address(shared.v[values.stage]), left, Kernel::kBlockN,
-                                        arch::opaque_thread_index() - kWarpgroup, Kernel::kConsumers * kWarpgroup);
-    sync_consumers<Kernel::kConsumers>();
-  }
-  if (tile > load_struct(shared.task.keys).begin) await_keys();
+  clear_values(step);
+  if (step > load_struct(shared.task.keys).begin) await_keys();
 
 #pragma unroll 1
-  for (--tile; tile >= load_struct(shared.task.keys).begin; --tile) {
+  for (step = next_step<Kernel>(shared.task, step, -1); step >= load_struct(shared.task.keys).begin;
+       step = next_step<Kernel>(shared.task, step, -1)) {
     // Wait for this consumer's turn.
     turns.wait();
     // Issue Q K^T of these keys, and P V of those before.
@@ -281,15 +291,17 @@ DEVICE void attend(const AttentionParams& p, const ForwardPlan& plan, typename K
     arch::wgmma_wait<1>(registers_of(s));
     release(shared.k_empty, keys);
     // S becomes P while P V is in flight.
-    const bool grew = softmax_of_keys<Kernel>(p, plan, shared.task, tile, s, softmax, sums, by);
+    const bool grew = softmax_of_keys<Kernel>(p, plan, shared.task, step, s, softmax, sums, by);
     // A loop, across which ptxas does not move the exponentials: they belong before the wait for P V.
-    if (tile > load_struct(shared.task.keys).begin) await_keys();
+    if (step > load_struct(shared.task.keys).begin) await_keys();
     // Wait for P V, and release the values to the producer.
     arch::wgmma_wait<0>(registers_of(out));
     release(shared.v_empty, values);
     // The output is complete up to here: only now can it be rescaled.
     if (grew) softmax.scale(out, by);
     round_operand<typename Kernel::Element>(s, probs);
+    // A list may have the last keys anywhere.
+    if constexpr (Kernel::kWithOptions) clear_values(step);
   }
   // P V of the last keys.
   start_values();
@@ -335,7 +347,7 @@ DEVICE void consume(const AttentionParams& p, const ForwardPlan& plan, const For
       if (rows.count == 0) break;
       begin_rows(p, rows, load_struct(shared.task.end).split == 0, Kernel::row_at, softmax, sums);
     }
-    if (load_struct(shared.task.keys).begin < load_struct(shared.task.end).tile)
+    if (load_struct(shared.task.keys).begin < load_struct(shared.task.end).step)
       attend<Kernel>(p, plan, shared, keys, values, turns, out, softmax, sums);
     const TileRows rows = load_struct(shared.task.rows);
     const TilePosition position = load_struct(shared.task.position);

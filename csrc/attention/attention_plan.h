@@ -23,12 +23,14 @@ struct AttentionPlan {
 namespace attention {
 
 // Whether the logits are more than scale * products, or the scale is not positive.
-inline bool has_options(const AttentionParams& p) {
+inline bool modifies_logits(const AttentionParams& p) {
   // With smaller scales, sinks divided by the scale would not be finite.
   constexpr double kSmallestScale = 1e-20;
-  return p.softcap > 0 || p.alibi_slopes != nullptr || p.dropout_p > 0 || p.bias_kind != BiasKind::kNone ||
-         p.scale < kSmallestScale;
+  return p.softcap > 0 || p.alibi_slopes != nullptr || p.bias_kind != BiasKind::kNone || p.scale < kSmallestScale;
 }
+
+// Whether a problem needs the kernel with options.
+inline bool has_options(const AttentionParams& p) { return modifies_logits(p) || p.dropout_p > 0 || p.block_mask; }
 
 }  // namespace attention
 }  // namespace cuda_ext

@@ -38,9 +38,10 @@ DEVICE void multiply_fragments(float (&x)[1][tiles][4], uint32_t (&a)[steps][4],
   arch::wgmma_commit();
 }
 
-// The producer, one thread. `tile`: the block's first tile of queries.
+// The producer, one thread. `step`: the block's first.
 template <class Kernel>
-DEVICE void produce(const BackwardPlan& plan, const KeysMaps& maps, typename Kernel::Storage& shared, QueryTile tile) {
+DEVICE void produce(const AttentionParams& p, const BackwardPlan& plan, const KeysMaps& maps,
+                    typename Kernel::Storage& shared, QueryStep step) {
   const BackwardTask::Queries queries = load_struct(shared.task.queries);
   const BackwardTask::Head head = load_struct(shared.task.head);
   const int first_key = head.k_begin + load_struct(shared.task.keys).first;
@@ -51,8 +52,9 @@ DEVICE void produce(const BackwardPlan& plan, const KeysMaps& maps, typename Ker
                                       head.head_kv, queries.batch);
   Ring<Kernel::kStages> ring;
 #pragma unroll 1
-  for (bool more = true; more; tile = load_struct(shared.task.steps).next(tile)) {
-    more = tile != load_struct(shared.task.steps).last;
+  for (bool more = true; more; step = next_step<Kernel>(p, shared.task, step)) {
+    more = step != load_struct(shared.task.steps).last;
+    const QueryTile tile = tile_of<Kernel>(p, shared.task, step);
     const int row = queries.begin + tile.index * Kernel::kBlockM;
     const int padded = padded_row<Kernel>(plan, queries, tile);
     const auto load = [&]<class Tile>(Barrier& empty, Barrier& full, unsigned char (&to)[Tile::kBytes],

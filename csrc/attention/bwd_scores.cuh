@@ -7,6 +7,7 @@
 
 #include "attention/plan_bwd.cuh"
 #include "attention/bias.cuh"
+#include "attention/block_lists.cuh"
 #include "attention/mask.cuh"
 #include "attention/rows.cuh"
 #include "tile/shared_struct.cuh"
@@ -18,6 +19,13 @@ namespace cuda_ext::attention {
 struct QueryTile {
   int head, index;
   bool operator==(const QueryTile&) const = default;
+};
+
+// A step of a block: its tile of queries or, with a block mask, a step of the list that the block's keys have in this
+// head.
+struct QueryStep {
+  int head, index;
+  bool operator==(const QueryStep&) const = default;
 };
 
 // The work of a block. It is in shared memory, in structs that a thread loads with one instruction.
@@ -33,26 +41,66 @@ struct BackwardTask {
   struct alignas(16) Head {
     int head_kv, k_begin;
   };
-  // The block's steps: tiles [tiles_begin, tiles_end) of each head, one head after the other, up to `last`.
+  // The block's steps: those of each head, one head after the other, up to `last`. `tiles` of queries see any of its
+  // keys, but for a block mask.
   struct alignas(16) Steps {
-    int tiles_begin, tiles_end;
-    QueryTile last;
-    DEVICE QueryTile next(const QueryTile& tile) const {
-      return tile.index + 1 < tiles_end ? QueryTile{tile.head, tile.index + 1} : QueryTile{tile.head + 1, tiles_begin};
+    Span tiles;
+    QueryStep last;
+  };
+  // The lists that the block's keys have in all heads.
+  struct alignas(8) Lists {
+    const int32_t* of_first_head = nullptr;  // null: there is no block mask
+    DEVICE const int32_t* of(const AttentionParams& p, int head) const {
+      return of_first_head + head * p.block_mask.queries_of_keys.head_stride;
     }
   };
   Queries queries;
   Keys keys;
   Head head;
   Steps steps;
+  Lists lists;  // of kernels with options
 
+  template <class Kernel>
   DEVICE void store(BackwardTask& shared) const {
     store_struct(shared.queries, queries);
     store_struct(shared.keys, keys);
     store_struct(shared.head, head);
     store_struct(shared.steps, steps);
+    if constexpr (Kernel::kWithOptions) store_struct(shared.lists, lists);
   }
 };
+
+// The tile of queries of a step.
+template <class Kernel>
+DEVICE QueryTile tile_of(const AttentionParams& p, const BackwardTask& task, const QueryStep& step) {
+  if constexpr (Kernel::kWithOptions) {
+    const BackwardTask::Lists lists = load_struct(task.lists);
+    if (lists.of_first_head != nullptr)
+      return {step.head, ListedTiles<Kernel::kBlockM>{lists.of(p, step.head)}.tile(step.index)};
+  }
+  return {step.head, step.index};
+}
+
+// The step after `step`, if that is not the last. Tiles of queries that see none of the keys are left out.
+template <class Kernel>
+DEVICE QueryStep next_step(const AttentionParams& p, const BackwardTask& task, QueryStep step) {
+  const BackwardTask::Steps steps = load_struct(task.steps);
+  if constexpr (Kernel::kWithOptions) {
+    const BackwardTask::Lists lists = load_struct(task.lists);
+    if (lists.of_first_head != nullptr) {
+      while (step != steps.last) {
+        const ListedTiles<Kernel::kBlockM> listed{lists.of(p, step.head)};
+        if (++step.index >= listed.steps())
+          step = {step.head + 1, -1};
+        else if (steps.tiles.has(listed.tile(step.index)))
+          break;
+      }
+      return step;
+    }
+  }
+  return step.index + 1 < steps.tiles.end ? QueryStep{step.head, step.index + 1}
+                                          : QueryStep{step.head + 1, steps.tiles.begin};
+}
 
 // The tiles of queries that see any key of the tile that begins at `first_key`.
 template <class Kernel>
@@ -64,42 +112,84 @@ DEVICE Span query_tiles(const Visibility& visible, int q_len, int first_key) {
   return {begin, end > begin ? end : begin};
 }
 
-// The task of this block, its first tile of queries, and the number of its steps; -1: the block has no keys.
+// The task of this block, its first step, and whether it has keys and steps.
 struct BackwardWork {
   BackwardTask task;
-  QueryTile first;
-  int steps;
+  QueryStep first;
+  bool has_keys, has_steps;
 };
+
+// The first and the last step of a part [begin, end) of the steps of a group's lists, without tiles of queries that see
+// none of the keys. Returns whether there are any.
+template <class Kernel>
+DEVICE bool find_listed_steps(const AttentionParams& p, const BackwardTask::Lists& lists, const Span& tiles,
+                              int first_head, int split, int splits, QueryStep& first, QueryStep& last) {
+  const auto listed = [&](int head) { return ListedTiles<Kernel::kBlockM>{lists.of(p, head)}; };
+  const int group = int(p.heads / p.heads_kv);
+  int all = 0;
+  for (int head = first_head; head < first_head + group; ++head) all += listed(head).steps();
+  const int part = (all + splits - 1) / splits;
+  int begin = split * part, end = begin + part < all ? begin + part : all;
+  const auto step_at = [&](int index) {
+    int head = first_head;
+    for (int steps = listed(head).steps(); index >= steps; steps = listed(head).steps()) {
+      index -= steps;
+      ++head;
+    }
+    return QueryStep{head, index};
+  };
+  const auto is_seen = [&](const QueryStep& step) { return tiles.has(listed(step.head).tile(step.index)); };
+  for (; begin < end; ++begin)
+    if (first = step_at(begin); is_seen(first)) break;
+  for (; begin < end; --end)
+    if (last = step_at(end - 1); is_seen(last)) break;
+  return begin < end;
+}
+
 template <class Kernel>
 DEVICE BackwardWork find_work(const AttentionParams& p, const BackwardPlan& plan) {
   const int split = arch::block_x() % plan.splits;
   const TileIndex block = plan.schedule.find(arch::block_x() / plan.splits);
   const Sequence sequence(p, block.batch);
-  // The first keys come first: with a causal mask they have the most work.
-  const int first_key = (plan.schedule.tiles - 1 - block.tile) * Kernel::kBlockN;
+  // The first keys come first: with a causal mask they have the most work. With a block mask the longest lists do, if
+  // no block waits for those of earlier keys.
+  int tile = plan.schedule.tiles - 1 - block.tile;
+  if constexpr (Kernel::kWithOptions)
+    if (p.block_mask.key_blocks > 0 && plan.dq_semaphore == nullptr)
+      tile = ListedTiles<Kernel::kBlockN>::longest(p.block_mask.queries_of_keys, block.batch,
+                                                   block.head * int(p.heads / p.heads_kv), tile);
+  const int first_key = tile * Kernel::kBlockN;
   const Visibility visible(p, sequence);
   const Span seen = query_tiles<Kernel>(visible, sequence.q_len, first_key);
+  const bool has_keys = first_key < sequence.k_len;
   const int tiles = seen.end - seen.begin, group = int(p.heads / p.heads_kv);
   const int split_steps = (tiles * group + plan.splits - 1) / plan.splits;
   const int begin = split * split_steps;
   const int end = begin + split_steps < tiles * group ? begin + split_steps : tiles * group;
-  QueryTile first{}, last{};
-  if (end > begin) {
-    const auto tile_at = [&](int step) {
-      return QueryTile{block.head * group + step / tiles, seen.begin + step % tiles};
+  QueryStep first{}, last{};
+  bool has_steps = end > begin;
+  if (has_steps) {
+    const auto step_at = [&](int step) {
+      return QueryStep{block.head * group + step / tiles, seen.begin + step % tiles};
     };
-    first = tile_at(begin);
-    last = tile_at(end - 1);
+    first = step_at(begin);
+    last = step_at(end - 1);
   }
+  BackwardTask::Lists lists;
+  if constexpr (Kernel::kWithOptions)
+    if (p.block_mask.key_blocks > 0 && has_keys) {
+      lists = {list_at(p.block_mask.queries_of_keys, block.batch, 0, first_key / kMaskBlock)};
+      has_steps = find_listed_steps<Kernel>(p, lists, seen, block.head * group, split, plan.splits, first, last);
+    }
   return {{{block.batch, sequence.q_begin, sequence.q_len,
             first_tile<Kernel::kBlockM>(p, plan, block.batch) * Kernel::kBlockM},
            {visible, first_key},
            {block.head, sequence.k_begin},
-           {seen.begin, seen.end, last}},
+           {seen, last},
+           lists},
           first,
-          first_key >= sequence.k_len ? -1
-          : end > begin               ? end - begin
-                                      : 0};
+          has_keys,
+          has_steps};
 }
 
 // The first row of a tile of queries in the padded layout of the workspace.
@@ -108,10 +198,37 @@ DEVICE int padded_row(const BackwardPlan& plan, const BackwardTask::Queries& que
   return tile.head * plan.head_rows + queries.first_padded + tile.index * Kernel::kBlockM;
 }
 
-// How many blocks add to the sum of dQ of these queries before the block of these keys.
+// How many blocks add to the sum of dQ of a tile of queries before the block of these keys. Both kinds of lists of a
+// block mask must agree.
 template <class Kernel>
-DEVICE uint32_t earlier_blocks(const BackwardTask::Keys& keys, int first_query) {
-  return keys.first / Kernel::kBlockN - keys.visible.key_begin(first_query) / Kernel::kBlockN;
+DEVICE uint32_t earlier_blocks(const AttentionParams& p, const BackwardTask& task, const QueryTile& tile) {
+  const BackwardTask::Keys keys = load_struct(task.keys);
+  const int own = keys.first / Kernel::kBlockN, first_query = tile.index * Kernel::kBlockM;
+  if constexpr (Kernel::kWithOptions)
+    if (p.block_mask.query_blocks > 0) {
+      const BackwardTask::Queries queries = load_struct(task.queries);
+      const ListedTiles<Kernel::kBlockN> listed{
+          list_at(p.block_mask.keys_of_queries, queries.batch, tile.head, first_query / kMaskBlock)};
+      uint32_t earlier = 0;
+      for (int step = 0; step < listed.steps(); ++step) {
+        const int other = listed.tile(step);
+        if (other < own && query_tiles<Kernel>(keys.visible, queries.count, other * Kernel::kBlockN).has(tile.index))
+          ++earlier;
+      }
+      return earlier;
+    }
+  return own - keys.visible.key_begin(first_query) / Kernel::kBlockN;
+}
+
+// A thread's bits of a step, where rows of the scores are keys.
+template <class Kernel>
+DEVICE RowBits<typename Kernel::Scores> row_bits(const AttentionParams& p, const BackwardTask& task,
+                                                 const QueryStep& step) {
+  using Listed = ListedTiles<Kernel::kBlockM>;
+  const BackwardTask::Lists lists = load_struct(task.lists);
+  return {p.block_mask.tiles_t,
+          lists.of_first_head != nullptr ? Listed{lists.of(p, step.head)}.bits(step.index) : kFullBlock,
+          load_struct(task.keys).first % int(kMaskBlock), Listed::first_row(step.index), Kernel::thread()};
 }
 
 // The other inputs of a step of the kernel with options.
@@ -185,12 +302,12 @@ struct MinusLse {
   }
 };
 
-// The same of float32 scores, without lse subtracted. An error of what is subtracted is one of all probs of a row. Sums
+// The same of scores without lse subtracted, as float32 and kernels with options have them. An error of what is subtracted is one of all probs of a row. Sums
 // that start at -lse, as those of 16 bits do, are rounded at its size; the difference is rounded at its own.
 template <class Kernel>
-DEVICE void make_float32_probs(typename Kernel::Scores::Accumulators& s, const float* minus_lse,
-                               const BackwardPlan& plan, const Visibility& visible, int first_key, int first_query,
-                               bool is_masked) {
+DEVICE void make_probs_minus_lse(typename Kernel::Scores::Accumulators& s, const float* minus_lse,
+                                 const BackwardPlan& plan, const Visibility& visible, int first_key, int first_query,
+                                 bool is_masked) {
   using Scores = typename Kernel::Scores;
   const int thread = Kernel::thread();
   if (is_masked) hide_scores<Kernel>(s, visible, first_key, first_query);
@@ -219,25 +336,43 @@ DEVICE void multiply_probs(float (&grad)[row_tiles][column_tiles][4],
       for (int q = 0; q < 4; ++q) grad[m][n][q] *= probs[m][n][q];
 }
 
+// The same of dP without delta subtracted.
+template <class Kernel>
+DEVICE void multiply_probs(typename Kernel::Scores::Accumulators& grad,
+                           const typename Kernel::Scores::Accumulators& probs, const float* minus_delta) {
+  using Scores = typename Kernel::Scores;
+  const int thread = Kernel::thread();
+#pragma unroll
+  for (int n = 0; n < Scores::kColumnTiles; ++n) {
+    const auto pair = arch::load_shared<arch::Words2>(
+        arch::shared_address(minus_delta + Scores::column(thread) + Scores::column_step(n)));
+#pragma unroll
+    for (int m = 0; m < Scores::kRowTiles; ++m)
+#pragma unroll
+      for (int q = 0; q < 4; ++q) grad[m][n][q] = (grad[m][n][q] + arch::bits_float(pair.data[q % 2])) * probs[m][n][q];
+  }
+}
+
 // An element of P of the kernel with options, before dropout, and the derivative of its logit.
 struct OptionsProb {
   float prob, slope_of_cap;
   bool exists;  // query and key are of the sequence
 };
 
-// From a score without lse subtracted.
+// From a score without lse subtracted. has_bit: a block mask does not hide it.
 template <class T>
 DEVICE OptionsProb prob_with_options(const AttentionBackwardParams& p, const BackwardPlan& plan,
                                      const Visibility& visible, const OptionsStep& options, float score,
-                                     float minus_lse, int key, int query, bool is_masked) {
+                                     float minus_lse, int key, int query, bool is_masked, bool has_bit) {
   float slope_of_cap;
   float logit = plan.logits.logit(score, slope_of_cap);
   logit -= options.slope * fabsf(float(query + (visible.k_len - options.q_len) - key));
   const bool exists = query < options.q_len && key < visible.k_len;
   if (p.bias_kind != BiasKind::kNone && exists)
     logit += bias_at<T>(p, options.bias + query * p.bias_strides[2] + key * p.bias_strides[3]);
-  if (is_masked && !visible.queries(key).has(query)) logit = -INFINITY;
-  return {arch::fast_exp2((logit + minus_lse) * plan.factor), slope_of_cap, exists};
+  if (!has_bit || (is_masked && !visible.queries(key).has(query))) logit = -INFINITY;
+  constexpr float kLog2e = 1.4426950408889634f;
+  return {arch::fast_exp2((logit + minus_lse) * kLog2e), slope_of_cap, exists};
 }
 
 // Adds the gradient of a logit to that of the bias.
@@ -253,8 +388,9 @@ template <class Kernel>
 DEVICE void softmax_gradient_with_options(typename Kernel::Scores::Accumulators& s,
                                           typename Kernel::Scores::Accumulators& grad, const AttentionBackwardParams& p,
                                           const BackwardPlan& plan, const Visibility& visible,
-                                          const OptionsStep& options, const float* minus_lse, const float* minus_delta,
-                                          int first_key, int first_query, bool is_masked) {
+                                          const OptionsStep& options, const RowBits<typename Kernel::Scores>& bits,
+                                          const float* minus_lse, const float* minus_delta, int first_key,
+                                          int first_query, bool is_masked) {
   using T = typename Kernel::Element;
   using Scores = typename Kernel::Scores;
   const int thread = Kernel::thread();
@@ -272,8 +408,9 @@ DEVICE void softmax_gradient_with_options(typename Kernel::Scores::Accumulators&
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         const int key = first_key + Scores::row(m, q / 2, thread), query = first_query + column + q % 2;
-        const OptionsProb of = prob_with_options<T>(p, plan, visible, options, s[m][n][q],
-                                                    arch::bits_float(row_lse.data[q % 2]), key, query, is_masked);
+        const OptionsProb of =
+            prob_with_options<T>(p, plan, visible, options, s[m][n][q], arch::bits_float(row_lse.data[q % 2]), key,
+                                 query, is_masked, bits.has(m, q / 2, n, q % 2));
         const bool kept = random[q] >= plan.dropout.drop_below;
         float& x = grad[m][n][q];
         x = of.prob * ((kept ? x * plan.kept_scale : 0.0f) + arch::bits_float(row_delta.data[q % 2]));

@@ -4,6 +4,7 @@
 
 #include "attention/plan_fwd.cuh"
 #include "attention/bias.cuh"
+#include "attention/block_lists.cuh"
 #include "attention/mask.cuh"
 #include "attention/rows.cuh"
 #include "tile/shared_struct.cuh"
@@ -39,47 +40,137 @@ struct alignas(16) TilePosition {
 // The work of a block: a tile of rows and, if the keys are split, a part of its keys. Kernels have it in shared memory,
 // in structs that a thread loads with one instruction.
 struct ForwardTask {
+  // Steps are tiles of keys or, with a block mask, those of the list of the tile's queries.
   struct alignas(16) Keys {
     Visibility visible;
-    int begin;  // the first tile
+    int begin;  // the first step
   };
   struct alignas(8) End {
-    int tile;  // after the last; at most `begin`: there are no keys
+    int step;  // after the last; at most `begin`: there are no keys
     int split;
+  };
+  struct alignas(16) List {
+    const int32_t* keys = nullptr;  // null: none
+    Span seen;                      // tiles that any row sees, but for the block mask
   };
   TileRows rows;
   TilePosition position;
   Keys keys;
   End end;
   Span unmasked;  // keys that all rows see; here, because finding it takes a division, which no step should
+  List list;      // of kernels with options
 
   template <class Kernel>
   DEVICE static ForwardTask find(const AttentionParams& p, const ForwardPlan& plan, int tile, int split) {
-    const TileIndex index = plan.schedule.find(tile);
+    TileIndex index = plan.schedule.find(tile);
+    order_by_lists<Kernel>(p, plan.schedule, index);
     const Sequence sequence(p, index.batch);
     const TileRows rows{index.tile * Kernel::kBlockM, sequence.q_len * plan.pack_gqa, plan.pack_gqa,
                         index.head * plan.pack_gqa};
     const Visibility visible(p, sequence);
     const Span seen = key_tiles<Kernel>(visible, rows);
-    const int split_tiles = (seen.end - seen.begin + plan.splits - 1) / plan.splits;
-    const int begin = seen.begin + split * split_tiles;
-    const int end = begin + split_tiles < seen.end ? begin + split_tiles : seen.end;
+    const List list = find_list<Kernel>(p, rows, index.batch, seen);
+    const Span all = steps_of<Kernel>(list);
+    const int split_steps = (all.end - all.begin + plan.splits - 1) / plan.splits;
+    const int begin = all.begin + split * split_steps;
+    const Span steps = trim<Kernel>(list, {begin, begin + split_steps < all.end ? begin + split_steps : all.end});
     const int head_kv = rows.first_head / int(p.heads / p.heads_kv);
     const Span unmasked = visible.keys_of_all(rows.query(0), rows.last_query(Kernel::kBlockM));
-    return {rows, {index.batch, sequence.q_begin, sequence.k_begin, head_kv}, {visible, begin}, {end, split}, unmasked};
+    return {rows,
+            {index.batch, sequence.q_begin, sequence.k_begin, head_kv},
+            {visible, steps.begin},
+            {steps.end, split},
+            unmasked,
+            list};
+  }
+
+  // With a block mask, tiles with the longest lists come first.
+  template <class Kernel>
+  DEVICE static void order_by_lists(const AttentionParams& p, const Schedule& schedule, TileIndex& index) {
+    if constexpr (Kernel::kWithOptions)
+      if (p.block_mask.query_blocks > 0)
+        index.tile = ListedTiles<Kernel::kBlockM>::longest(p.block_mask.keys_of_queries, index.batch, index.head,
+                                                           schedule.tiles - 1 - index.tile);
+  }
+  // The list of a tile's queries.
+  template <class Kernel>
+  DEVICE static List find_list(const AttentionParams& p, const TileRows& rows, int batch, const Span& seen) {
+    const bool has_list = Kernel::kWithOptions && p.block_mask.query_blocks > 0 && rows.first < rows.count;
+    return {has_list ? list_at(p.block_mask.keys_of_queries, batch, rows.first_head, rows.first / kMaskBlock) : nullptr,
+            seen};
+  }
+  template <class Kernel>
+  DEVICE static Span steps_of(const List& list) {
+    if constexpr (Kernel::kWithOptions)
+      if (list.keys != nullptr) return {0, ListedTiles<Kernel::kBlockN>{list.keys}.steps()};
+    return list.seen;
+  }
+  // Without the first and last steps whose tiles no row sees.
+  template <class Kernel>
+  DEVICE static Span trim(const List& list, Span steps) {
+    if constexpr (Kernel::kWithOptions)
+      if (list.keys != nullptr) {
+        const ListedTiles<Kernel::kBlockN> listed{list.keys};
+        while (steps.begin < steps.end && !list.seen.has(listed.tile(steps.begin))) ++steps.begin;
+        while (steps.begin < steps.end && !list.seen.has(listed.tile(steps.end - 1))) --steps.end;
+      }
+    return steps;
   }
 
   // Whether the tile lies beyond its sequence.
   DEVICE bool has_no_rows() const { return rows.first >= rows.count; }
 
+  template <bool with_list = false>
   DEVICE void store(ForwardTask& shared) const {
     store_struct(shared.rows, rows);
     store_struct(shared.position, position);
     store_struct(shared.keys, keys);
     store_struct(shared.end, end);
     store_struct(shared.unmasked, unmasked);
+    if constexpr (with_list) store_struct(shared.list, list);
   }
 };
+
+// The tile of keys of a step.
+template <class Kernel>
+DEVICE int tile_of(const ForwardTask& task, int step) {
+  if constexpr (Kernel::kWithOptions) {
+    const int32_t* const list = load_struct(task.list).keys;
+    if (list != nullptr) return ListedTiles<Kernel::kBlockN>{list}.tile(step);
+  }
+  return step;
+}
+
+// The step after one that is not the last: `direction` is -1 or 1. Tiles that no row sees are left out.
+template <class Kernel>
+DEVICE int next_step(const ForwardTask& task, int step, int direction) {
+  step += direction;
+  if constexpr (Kernel::kWithOptions) {
+    const ForwardTask::List list = load_struct(task.list);
+    if (list.keys != nullptr) {
+      const ListedTiles<Kernel::kBlockN> listed{list.keys};
+      const Span steps{load_struct(task.keys).begin, load_struct(task.end).step};
+      while (steps.has(step) && !list.seen.has(listed.tile(step))) step += direction;
+    }
+  }
+  return step;
+}
+
+// A thread's bits of a step, where rows of `Tiles` are queries; all, if there is no block mask.
+template <class Kernel, class Tiles>
+DEVICE RowBits<Tiles> row_bits(const AttentionParams& p, const ForwardTask& task, int step, int thread) {
+  using Listed = ListedTiles<Kernel::kBlockN>;
+  const int32_t* const list = load_struct(task.list).keys;
+  return {p.block_mask.tiles, list != nullptr ? Listed{list}.bits(step) : kFullBlock,
+          load_struct(task.rows).first % int(kMaskBlock), Listed::first_row(step), thread};
+}
+
+// Hides the logits that a block mask hides.
+template <class Kernel, class Tiles>
+DEVICE void apply_block_mask(typename Tiles::Accumulators& s, const AttentionParams& p, const ForwardTask& task,
+                             int step, int thread) {
+  apply_bits<Tiles>(s, row_bits<Kernel, Tiles>(p, task, step, thread));
+}
 
 // Products of queries and keys become logits with options, for keys from `first_key` on.
 template <class T, class Tiles, class RowAt>

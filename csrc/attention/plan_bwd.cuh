@@ -21,7 +21,8 @@ struct BackwardPlan {
   int query_tiles = 0;  // of the longest sequence
   int splits = 1;       // blocks that share the loop over the queries of a tile of keys
   int head_rows = 0;    // rows of a head in the workspace, all sequences padded to tiles
-  float factor;         // converts the argument of softmax to powers of two
+  float factor;         // converts scores, if nothing modifies them, to powers of two
+  bool modifies;        // the logits are more than that, or probs are dropped
   float lse_factor;     // converts natural logarithms to the unit of minus_lse
   LogitOptions logits;
   float kept_scale = 1.0f;  // 1 / (1 - dropout_p)
@@ -66,7 +67,9 @@ BackwardPlan plan_backward(const AttentionBackwardParams& p, const Config& confi
   BackwardPlan plan;
   const int64_t head_batches = p.heads_kv * p.batch, group = p.heads / p.heads_kv;
   plan.query_tiles = int(tiles_of(p.seqlen_q, config.block_m));
-  plan.schedule.tiles = int(tiles_of(p.seqlen_k, config.block_n));
+  // A block mask orders whole blocks of keys.
+  plan.schedule.tiles = int(p.block_mask ? p.block_mask.key_blocks * (kMaskBlock / config.block_n)
+                                         : tiles_of(p.seqlen_k, config.block_n));
   plan.schedule.heads = int(p.heads_kv);
   plan.schedule.section = section_size(p.seqlen_q * group * (4 * p.dim + 2 * (p.dim + p.dim_v)), head_batches);
   plan.splits = choose_splits(head_batches * plan.schedule.tiles, int64_t(device.num_sms) * config.min_blocks,
@@ -83,7 +86,8 @@ BackwardPlan plan_backward(const AttentionBackwardParams& p, const Config& confi
   check("padded queries of all heads", p.heads * query_tiles * config.block_m);
   plan.schedule.head_batches = int(head_batches);
   plan.head_rows = int(query_tiles * config.block_m);
-  plan.factor = float(with_options ? kLog2e : p.scale * kLog2e);
+  plan.factor = float(p.scale * kLog2e);
+  plan.modifies = modifies_logits(p) || p.dropout_p > 0;
   // float32 has it in the unit of the lse that it gets, which another would round again (MinusLse in bwd_scores.cuh).
   const bool natural_lse = with_options || p.dtype == Dtype::kFloat32;
   plan.lse_factor = float(natural_lse ? 1.0 : 1.0 / p.scale);

@@ -25,7 +25,6 @@ struct CachePlan : ForwardPlan {
   int block_m = 0;
   int wanted_splits = 1;  // parts of the keys that fill the device with one sequence
   bool fixed_splits = false;
-  bool with_options = false;
 };
 
 // The parts of `tiles` tiles of keys: as many as fill the device or, of long sequences, twice as many, of at least 8
@@ -162,7 +161,6 @@ CachePlan plan_cache(const CachedAttentionParams& p, const Config& config, const
   CachePlan plan;
   static_cast<ForwardPlan&>(plan) =
       plan_forward(p, {.block_m = config.block_m, .block_n = config.block_n, .at_once = 1});
-  plan.with_options = has_options(p);
   plan.block_m = config.block_m;
   plan.group = plan.pack_gqa = int(p.heads / p.heads_kv);
   plan.row_tiles = int(tiles_of(p.seqlen_q * plan.group, config.block_m));

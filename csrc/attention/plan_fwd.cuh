@@ -22,6 +22,7 @@ struct ForwardPlan {
   int splits = 1;    // of the keys
   float factor;      // converts the argument of softmax to powers of two
   // With options:
+  bool modifies_logits = false;
   LogitOptions logits;
   bool bias_two_keys = false;  // two keys by one load
   float kept_scale = 1.0f;     // 1 / (1 - dropout_p)
@@ -50,10 +51,14 @@ inline ForwardPlan plan_forward(const AttentionParams& p, const ForwardShape& sh
   constexpr double kLog2e = 1.4426950408889634;
   const auto tiles_of = [](int64_t n, int64_t size) { return (n + size - 1) / size; };
   const int64_t group = p.heads / p.heads_kv;
-  const int64_t tiles = tiles_of(p.seqlen_q, shape.block_m), gqa_tiles = tiles_of(p.seqlen_q * group, shape.block_m);
+  // A block mask orders whole blocks of queries.
+  const int64_t tiles =
+      p.block_mask ? p.block_mask.query_blocks * (kMaskBlock / shape.block_m) : tiles_of(p.seqlen_q, shape.block_m);
+  const int64_t gqa_tiles = tiles_of(p.seqlen_q * group, shape.block_m);
   ForwardPlan plan;
   const bool can_pack = shape.packs_any_group || shape.block_m % group == 0;
-  plan.pack_gqa = int(can_pack && gqa_tiles * p.heads_kv < tiles * p.heads ? group : 1);
+  // The lists of a block mask are those of 128 queries of a head.
+  plan.pack_gqa = int(can_pack && !p.block_mask && gqa_tiles * p.heads_kv < tiles * p.heads ? group : 1);
   plan.schedule.tiles = int(plan.pack_gqa > 1 ? gqa_tiles : tiles);
   plan.schedule.heads = int(p.heads / plan.pack_gqa);
   const int64_t head_batches = plan.schedule.heads * p.batch;
@@ -63,10 +68,10 @@ inline ForwardPlan plan_forward(const AttentionParams& p, const ForwardShape& sh
   plan.schedule.head_batches = int(head_batches);
   plan.schedule.section =
       section_size(p.seqlen_k * (p.dim + p.dim_v) * 2 * p.heads_kv / plan.schedule.heads, head_batches);
-  const bool with_options = has_options(p);
   plan.block_n = shape.block_n;
   plan.splits = choose_splits(head_batches * plan.schedule.tiles, shape.at_once, tiles_of(p.seqlen_k, shape.block_n));
-  plan.factor = float(with_options ? kLog2e : p.scale * kLog2e);
+  plan.modifies_logits = modifies_logits(p);
+  plan.factor = float(plan.modifies_logits ? kLog2e : p.scale * kLog2e);
   plan.logits = logit_options_of(p);
   plan.bias_two_keys = can_read_two_keys(p);
   plan.kept_scale = float(1 / (1 - p.dropout_p));

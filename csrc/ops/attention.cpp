@@ -82,7 +82,6 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, 
   const AttentionShape shape = check_attention(op, query, key, value, o);
   const CudaKernels* cuda = cuda_kernels(op, query.device());
   if (cuda != nullptr) {
-    if (is_given(o.block_keys)) return forward(op, query, key, value, without_block_mask(o, shape));
     if (!has_attention_kernel(*cuda, query, shape.dim, shape.dim_v, /*backward=*/false))
       return composed_forward(query, key, value, o);
     if (is_padded(shape)) {
@@ -151,11 +150,10 @@ Gradients composed_backward(const Tensor& grad_out, const OptionalTensor& grad_l
 
 Gradients backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
                    const Tensor& value, const Tensor& out, const Tensor& lse, const OptionalTensor& rng_state,
-                   bool needs_grad_bias, const Options& given) {
+                   bool needs_grad_bias, const Options& o) {
   constexpr const char* op = "flash_attention_backward";
-  const AttentionShape shape = check_attention(op, query, key, value, given);
+  const AttentionShape shape = check_attention(op, query, key, value, o);
   const CudaKernels* cuda = cuda_kernels(op, query.device());
-  const Options o = cuda != nullptr ? without_block_mask(given, shape) : given;
   const auto check_like = [&](const char* name, const Tensor& tensor, const char* other_name, const Tensor& other) {
     CUDA_EXT_CHECK(tensor.sizes() == other.sizes(), op, "expected ", name, " of shape ", shape_string(other),
                    " to match ", other_name, ", got ", shape_string(tensor));

@@ -53,7 +53,7 @@ using OptionalBool = std::optional<bool>;
 struct AttentionOptions {
   OptionalTensor cu_seqlens_q, cu_seqlens_k;  // absent for sequences of equal length
   OptionalTensor alibi_slopes, sinks, bias, mask;
-  // A BlockMask (attention.h), int32: block_keys (batch or 1, heads or 1, query blocks, 1 + 2 width), block_queries the
+  // A BlockMask (attention.h), int32: block_keys (batch or 1, heads or 1, query blocks, 2 + 2 width), block_queries the
   // same of key blocks, block_tiles (2, tiles, 128, 4).
   OptionalTensor block_keys, block_queries, block_tiles;
   OptionalSymInt max_seqlen_q{}, max_seqlen_k{};

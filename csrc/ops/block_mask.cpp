@@ -12,20 +12,19 @@
 namespace cuda_ext {
 namespace {
 
-constexpr int64_t kWords = kMaskBlock / 32;  // of a row of a tile
-
 int64_t blocks_of(int64_t rows) { return (rows + kMaskBlock - 1) / kMaskBlock; }
 
 // The values of lists on the CPU: `blocks` of the other operand exist, and `tiles`.
 void check_lists(const char* op, const char* name, const Tensor& lists, int64_t blocks, int64_t tiles) {
   const Tensor rows = lists.contiguous().view({-1, lists.size(3)});
-  const int64_t width = rows.size(1) / 2;
+  const int64_t width = rows.size(1) / 2 - 1;
   const int32_t* row = rows.const_data_ptr<int32_t>();
   for (int64_t r = 0; r < rows.size(0); ++r, row += rows.size(1)) {
-    CUDA_EXT_CHECK(row[0] >= 0 && row[0] <= width, op, "expected counts in ", name, " of at most ", width,
-                   ", the entries of a list, got ", row[0], "; build the mask with cuda_ext.BlockMask");
-    for (int64_t n = 0; n < row[0]; ++n) {
-      const int32_t block = row[1 + 2 * n], tile = row[2 + 2 * n];
+    const int32_t count = row[1];
+    CUDA_EXT_CHECK(count >= 0 && count <= width, op, "expected counts in ", name, " of at most ", width,
+                   ", the entries of a list, got ", count, "; build the mask with cuda_ext.BlockMask");
+    for (int64_t n = 0; n < count; ++n) {
+      const int32_t block = row[2 + 2 * n], tile = row[3 + 2 * n];
       CUDA_EXT_CHECK(block >= 0 && block < blocks, op, "expected blocks in ", name, " in [0, ", blocks, "), got ",
                      block, "; build the mask with cuda_ext.BlockMask");
       CUDA_EXT_CHECK(tile == kFullBlock || (tile >= 0 && tile < tiles), op, "expected tiles in ", name, " in [0, ",
@@ -52,12 +51,12 @@ Tensor bits_of(const Tensor& tiles) {
 Tensor booleans_of(const AttentionOptions& o) {
   const Tensor &lists = *o.block_keys, tiles = o.block_tiles->select(0, 0);
   const int64_t batch = lists.size(0), heads = lists.size(1), query_blocks = lists.size(2);
-  const int64_t key_blocks = o.block_queries->size(2), width = lists.size(3) / 2, count = tiles.size(0);
+  const int64_t key_blocks = o.block_queries->size(2), width = lists.size(3) / 2 - 1, count = tiles.size(0);
   // The pool with two more tiles: all bits, and none.
   const auto tile_of = [&](int32_t bit) { return at::full({1, kMaskBlock, kMaskBlock}, bit, tiles.options()); };
   const Tensor pool = at::cat({bits_of(tiles), tile_of(1), tile_of(0)});
-  const Tensor entries = lists.narrow(3, 1, 2 * width).unflatten(3, {width, 2}).to(at::kLong);
-  const Tensor is_listed = at::arange(width, lists.options()).lt(lists.narrow(3, 0, 1));
+  const Tensor entries = lists.narrow(3, 2, 2 * width).unflatten(3, {width, 2}).to(at::kLong);
+  const Tensor is_listed = at::arange(width, lists.options()).lt(lists.narrow(3, 1, 1));
   // What is not listed goes to one more block, which is then dropped.
   const Tensor block = at::where(is_listed, entries.select(4, 0), at::full({}, key_blocks, entries.options()));
   const Tensor tile = entries.select(4, 1);
@@ -93,16 +92,16 @@ void check_block_mask(const char* op, const Tensor& query, const AttentionShape&
   for (const Tensor* lists : {&*o.block_keys, &*o.block_queries}) {
     const bool of_keys = lists == &*o.block_queries;
     const auto fits = [&](int64_t dim, int64_t size) { return lists->size(dim) == 1 || lists->size(dim) == size; };
-    CUDA_EXT_CHECK(
-        fits(0, shape.batch) && fits(1, shape.heads) && lists->size(2) == of_rows[of_keys] && lists->size(3) % 2 == 1,
-        op, "expected block_mask of batch ", shape.batch, " or 1, ", shape.heads, " heads or 1 and ", of_rows[of_keys],
-        " blocks of ", of_keys ? "keys" : "queries", " (", kMaskBlock, " rows each), got lists of shape ",
-        shape_string(*lists), "; build it for these lengths");
+    CUDA_EXT_CHECK(fits(0, shape.batch) && fits(1, shape.heads) && lists->size(2) == of_rows[of_keys] &&
+                       lists->size(3) >= 2 && lists->size(3) % 2 == 0,
+                   op, "expected block_mask of batch ", shape.batch, " or 1, ", shape.heads, " heads or 1 and ",
+                   of_rows[of_keys], " blocks of ", of_keys ? "keys" : "queries", " (", kMaskBlock,
+                   " rows each), got lists of shape ", shape_string(*lists), "; build it for these lengths");
   }
   CUDA_EXT_CHECK(
-      o.block_tiles->size(0) == 2 && o.block_tiles->size(2) == kMaskBlock && o.block_tiles->size(3) == kWords, op,
-      "expected block_tiles of shape (2, tiles, ", kMaskBlock, ", ", kWords, "), got ", shape_string(*o.block_tiles),
-      "; pass a cuda_ext.BlockMask as block_mask=");
+      o.block_tiles->size(0) == 2 && o.block_tiles->size(2) == kMaskBlock && o.block_tiles->size(3) == kTileRowWords,
+      op, "expected block_tiles of shape (2, tiles, ", kMaskBlock, ", ", kTileRowWords, "), got ",
+      shape_string(*o.block_tiles), "; pass a cuda_ext.BlockMask as block_mask=");
   if (!o.block_keys->is_cpu()) return;
   check_lists(op, "block_keys", *o.block_keys, of_rows[1], o.block_tiles->size(1));
   check_lists(op, "block_queries", *o.block_queries, of_rows[0], o.block_tiles->size(1));
@@ -128,14 +127,6 @@ OptionalTensor dense_mask(const AttentionOptions& o) {
   for (int64_t d = 1; d <= std::min<int64_t>(2, o.mask->dim()); ++d)
     if (o.mask->size(-d) != 1) mask = mask.narrow(-d, 0, o.mask->size(-d));
   return mask.logical_and(*o.mask);
-}
-
-AttentionOptions without_block_mask(const AttentionOptions& o, const AttentionShape& shape) {
-  if (!is_given(o.block_keys)) return o;
-  AttentionOptions dense = o;
-  dense.block_keys = dense.block_queries = dense.block_tiles = std::nullopt;
-  dense.mask = dense_mask(o)->narrow(-2, 0, shape.longest_q).narrow(-1, 0, shape.longest_k);
-  return dense;
 }
 
 }  // namespace cuda_ext

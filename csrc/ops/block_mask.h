@@ -18,7 +18,5 @@ BlockMask block_mask_of(const AttentionOptions& o, BlockMaskOperands& operands);
 // attn_mask and the block mask as one boolean tensor, whose last two dims have at least the sizes of the sequences, or
 // 1; absent if there is neither.
 OptionalTensor dense_mask(const AttentionOptions& o);
-// The options with that tensor as attn_mask and no block mask, for kernels that do not read lists.
-AttentionOptions without_block_mask(const AttentionOptions& o, const AttentionShape& shape);
 
 }  // namespace cuda_ext

@@ -9,7 +9,6 @@
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
 constexpr int32_t kNoBlock = -2;  // beside tiles and kFullBlock
-constexpr int64_t kTileRowWords = kMaskBlock / 32;
 
 // One list, as an array over the blocks of the other operand. Blocks past its end are ignored.
 class ListedBlocks {
@@ -17,8 +16,8 @@ class ListedBlocks {
   void read(const BlockLists& lists, int64_t batch, int64_t head, int64_t block, int64_t others) {
     tiles_.assign(size_t(others), kNoBlock);
     const int32_t* const list = lists.at(batch, head, block);
-    for (int64_t n = 0; n < list[0]; ++n)
-      if (list[1 + 2 * n] < others) tiles_[size_t(list[1 + 2 * n])] = list[2 + 2 * n];
+    for (int64_t n = 0; n < list[1]; ++n)
+      if (list[2 + 2 * n] < others) tiles_[size_t(list[2 + 2 * n])] = list[3 + 2 * n];
   }
   void clear(int64_t others) { tiles_.assign(size_t(others), kNoBlock); }
   bool has(int64_t block) const { return tiles_[size_t(block)] != kNoBlock; }

@@ -1,0 +1,74 @@
+// Block masks (attention.h) in kernels: the tiles that a list names, and the bits of a tile of scores.
+#pragma once
+
+#include "arch/memory.cuh"
+#include "attention/attention.h"
+
+namespace cuda_ext::attention {
+
+DEVICE const int32_t* list_at(const BlockLists& lists, int batch, int head, int block) {
+  return lists.data + batch * lists.batch_stride + head * lists.head_stride + block * lists.block_stride;
+}
+
+// A list as steps of a kernel with tiles of `rows` rows, several for each block.
+template <int rows>
+struct ListedTiles {
+  static constexpr unsigned kParts = kMaskBlock / rows;
+  static_assert(kParts * rows == kMaskBlock);
+  const int32_t* list;
+
+  DEVICE int steps() const { return arch::load_global<int32_t>(list + 1) * int(kParts); }
+  DEVICE int tile(unsigned step) const { return int(word(step, 0) * kParts + step % kParts); }
+  DEVICE int bits(unsigned step) const { return word(step, 1); }  // a tile of BlockMask::tiles, or kFullBlock
+  DEVICE static int first_row(unsigned step) { return int(step % kParts) * rows; }  // within the block
+
+  // The tile with the n-th longest list.
+  DEVICE static int longest(const BlockLists& lists, int batch, int head, unsigned n) {
+    return int(arch::load_global<int32_t>(list_at(lists, batch, head, int(n / kParts))) * kParts + n % kParts);
+  }
+
+ private:
+  DEVICE int word(unsigned step, int i) const { return arch::load_global<int32_t>(list + 2 + step / kParts * 2 + i); }
+};
+
+// A thread's bits of a tile of scores, one word for each of its rows. Tiles: the WarpTiles of the scores.
+template <class Tiles>
+struct RowBits {
+  bool is_full;
+  uint32_t of[Tiles::kRowTiles][2];
+
+  // bits: of a tile (128, 128), or kFullBlock. The scores begin at (first_row, first_column) of it.
+  DEVICE RowBits(const int32_t* tiles, int bits, int first_row, int first_column, int thread)
+      : is_full(bits == kFullBlock) {
+    const int column = first_column + Tiles::column(thread);
+#pragma unroll
+    for (int m = 0; m < Tiles::kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t row = bits * kMaskBlock + first_row + Tiles::row(m, half, thread);
+        of[m][half] = is_full
+                          ? ~uint32_t(0)
+                          : arch::load_global<uint32_t>(tiles + row * kTileRowWords + column % 8 / 2) >> column / 8 * 2;
+      }
+  }
+
+  // Of the element of Accumulators at [m][n][2 half + e].
+  DEVICE bool has(int m, int half, int n, int e) const {
+    return (of[m][half] >> (Tiles::column_step(n) / 4 + e) & 1) != 0;
+  }
+};
+
+// Sets hidden logits to -inf.
+template <class Tiles>
+DEVICE void apply_bits(typename Tiles::Accumulators& s, const RowBits<Tiles>& bits) {
+  if (bits.is_full) return;
+#pragma unroll
+  for (int m = 0; m < Tiles::kRowTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < Tiles::kColumnTiles; ++n)
+#pragma unroll
+      for (int q = 0; q < 4; ++q)
+        if (!bits.has(m, q / 2, n, q % 2)) s[m][n][q] = -INFINITY;
+}
+
+}  // namespace cuda_ext::attention
