@@ -385,13 +385,18 @@ LOOP_LIMITS = {  # field of Rule and Loop -> what it counts, and what to do abou
 }
 
 
-# Bytes of local memory that ptxas 13.0 is known to use, by the beginning of the kernel's name: at the limit of 255
-# registers a load or two for each tile of keys; and the arguments of printf.
-KNOWN_LOCAL = {"attention_cache_sm80<CacheForward<float, CacheConfig{256, ": 16, "report_wrong_targets": 32}
+# Bytes of local memory that ptxas 13.0 is known to use, by the beginning of the kernel's name, a regular expression: at
+# the limit of 255 registers a few loads for each tile of keys, with options and block masks; and the arguments of printf.
+KNOWN_LOCAL = {
+    r"attention_cache_sm80<CacheForward<float, CacheConfig\{256, ": 16,
+    r"attention_fwd_sm80<Forward<float, ForwardConfig\{256, .* true>>": 8,
+    r"attention_bwd_sm80<Backward<.* true>>": 24,
+    "report_wrong_targets": 32,
+}
 
 
 def known_local(kernel: Kernel) -> int:
-    return max((size for name, size in KNOWN_LOCAL.items() if kernel.name.startswith(name)), default=0)
+    return max((size for name, size in KNOWN_LOCAL.items() if re.match(name, kernel.name)), default=0)
 
 
 def faults(kernels: Iterable[Kernel], rules: Sequence[Rule] = RULES) -> list[str]:

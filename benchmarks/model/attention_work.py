@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from benchmarks.model.evidence import (
 from benchmarks.model.gpus import Gpu
 from benchmarks.model.work import Amounts, Persistent, Work
 from benchmarks.suites.bench_attention import Problem
+from cuda_ext.block_mask import BLOCK
 
 THREADS_OF_ROWS = 128  # of attention_bwd_rows
 # Of the resources of a step on wgmma: the softmax runs under the other consumers' products, but begins when its logits
@@ -56,6 +58,49 @@ class AttentionTile:
 
 
 @dataclass(frozen=True)
+class ListedProblem(Problem):
+    """Attention with a block mask."""
+
+    lists: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # blocks listed for each block of queries, and of keys
+
+    def pairs(self) -> float:
+        return float(BLOCK**2 * sum(self.lists[0]))
+
+    def op(self) -> str:
+        return "flash_attention block mask"
+
+    def steps_of_head(self, tile: AttentionTile, backward: bool) -> list[int]:
+        """Steps of the blocks of a head, in backward of a group, the longest first."""
+        looped, own = (tile.block_m, tile.block_n) if backward else (tile.block_n, tile.block_m)
+        times = BLOCK // looped * (self.heads // self.groups if backward else 1)
+        return [times * count for count in sorted(self.lists[backward], reverse=True) for _ in range(BLOCK // own)]
+
+
+@dataclass(frozen=True)
+class PackedProblem(Problem):
+    """Causal attention of sequences of different lengths, by the kernels of flash_attention_varlen."""
+
+    lengths: tuple[int, ...] = ()
+
+    def pairs(self) -> float:
+        return sum(length**2 / 2 for length in self.lengths)
+
+    def op(self) -> str:
+        return "flash_attention_varlen causal"
+
+    def steps_of_head(self, tile: AttentionTile, backward: bool) -> list[int]:
+        steps = []
+        for length in self.lengths:
+            for first in range(0, length, tile.block_n if backward else tile.block_m):
+                if backward:
+                    of_head = math.ceil(length / tile.block_m) - first // tile.block_m
+                    steps.append(of_head * self.heads // self.groups)
+                else:
+                    steps.append(math.ceil(min(first + tile.block_m, length) / tile.block_n))
+        return sorted(steps, reverse=True)
+
+
+@dataclass(frozen=True)
 class AttentionChoice:
     """A launcher's choice for a problem, and the steps of its blocks in launch order."""
 
@@ -76,8 +121,13 @@ def attention_choice(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str,
     window = (unbounded if problem.window is None else problem.window, 0 if problem.causal else unbounded)
     choice = evidence.simt.attention_choice(
         *(backward, dtype, (problem.length, problem.seen_keys), (problem.heads, problem.groups)),
-        *((problem.dim, problem.dim), problem.batch, window, gpu.compute_capability, gpu.sms),
+        *((problem.dim, problem.dim), problem.batch, window, isinstance(problem, ListedProblem)),
+        *(gpu.compute_capability, gpu.sms),
     )
+    tile = AttentionTile(**choice.tile)
+    of_head = choice.steps
+    if isinstance(problem, (ListedProblem, PackedProblem)):
+        of_head = problem.steps_of_head(tile, backward)
     if choice.splits > 1 or problem.deterministic:
         raise NotModelledError(
             f"{problem.op()} {problem.name()}: expected enough tiles to fill {gpu.name}, in any order; split keys "
@@ -86,9 +136,9 @@ def attention_choice(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str,
     steps: list[int] = []
     for first in range(0, choice.head_batches, choice.section):
         of_section = min(choice.section, choice.head_batches - first)
-        steps += (iterations for iterations in choice.steps for _ in range(of_section))
+        steps += (iterations for iterations in of_head for _ in range(of_section))
     by_wgmma = "4sm90" in choice.kernel  # its namespace
-    return AttentionChoice(AttentionTile(**choice.tile), demangled(choice.kernel), tuple(steps), by_wgmma)
+    return AttentionChoice(tile, demangled(choice.kernel), tuple(steps), by_wgmma)
 
 
 def attention_costs(evidence: Evidence, tile: AttentionTile, backward: bool) -> tuple[dict[str, float], ...]:
@@ -303,9 +353,12 @@ def backward_sm90_work(evidence: Evidence, gpu: Gpu, problem: Problem, choice: A
 QUERIES_OF_SEPARATE = 128  # of a tile of attention_bwd_queries_sm90
 
 
-def steps_of_queries(problem: Problem, block_n: int) -> list[int]:
+def steps_of_queries(problem: Problem, tile: AttentionTile) -> list[int]:
     """Steps of the blocks of attention_bwd_queries_sm90, in launch order."""
-    steps = []
+    if isinstance(problem, (ListedProblem, PackedProblem)):
+        of_head = problem.steps_of_head(dataclasses.replace(tile, block_m=QUERIES_OF_SEPARATE), backward=False)
+        return [count for count in of_head for _ in range(problem.batch * problem.heads)]
+    steps, block_n = [], tile.block_n
     behind = problem.seen_keys - problem.length
     for first in range(0, problem.length, QUERIES_OF_SEPARATE):
         last = min(first + QUERIES_OF_SEPARATE, problem.length) - 1
@@ -367,7 +420,7 @@ def separate_backward_sm90_work(evidence: Evidence, gpu: Gpu, problem: Problem, 
     columns = tile.block_n * dims * size  # bytes of keys and values
     of_queries = work(
         f"attention_bwd_queries_sm90<{choice.kernel.replace('BackwardKeys', 'BackwardQueries')}>",
-        steps_of_queries(problem, tile.block_n),
+        steps_of_queries(problem, tile),
         Amounts(
             tensor=area * (2 * tile.dim + tile.dim_v),
             # TMA writes keys and values; a consumer reads them, its queries and output gradients, and keys again.

@@ -9,16 +9,23 @@ from benchmarks.model.cases import LOSSES
 from benchmarks.model.evidence import NotModelledError
 from benchmarks.model.gpus import GPUS, Gpu
 from benchmarks.model.loss_work import predict_loss
+from benchmarks.model.mask_work import LENGTH, predict_mask
 from benchmarks.model.predicted import GROUPS, compare, groups, made_up
 from benchmarks.model.prediction import predict_attention, predict_gemm
 from benchmarks.model.tables import markdown
 from benchmarks.presentation.formatting import with_section
 from benchmarks.suites.bench_attention import Problem
+from benchmarks.suites.bench_masks import Mask
+from cuda_ext.block_mask import BLOCK
 
 DOCUMENT = results.ROOT.parents[1] / "docs" / "model.md"
 BEGIN = "<!-- written by python -m benchmarks model --write -->"
 BEGIN_SHARES = "<!-- shares of the fastest library, written by python -m benchmarks model --write -->"
 BEGIN_LOSSES = "<!-- losses, written by python -m benchmarks model --write -->"
+BEGIN_MASKS = "<!-- block masks, written by python -m benchmarks model --write -->"
+MASKS = [Mask("causal documents", LENGTH), Mask("causal documents", LENGTH, document=2048)]
+MASKS += [Mask("window + global", LENGTH), Mask("prefix-LM", LENGTH)]
+MASK_GPUS = (GPUS["a100"], GPUS["h200"])
 LOSS_GPU, LOSS_LIMIT = GPUS["h200"], 4 * 2**30
 MEASURED = GPUS["h100"]
 MEASUREMENTS = results.ROOT / MEASURED.folder
@@ -74,6 +81,22 @@ def losses() -> str:
     return markdown(head, rows)
 
 
+def masks() -> str:
+    """The rate of listed blocks relative to that of all blocks without a mask, forward and backward, and the time of
+    packed sequences relative to that of the documents' lists."""
+    head = ["mask", "head dim", "blocks"]
+    head += [f"{gpu.name} {phase}" for gpu in MASK_GPUS for phase in ("forward", "backward")]
+    rows = []
+    for mask in MASKS:
+        blocks = mask.blocks("cpu")
+        name = mask.name + (f" of {mask.document}" if "documents" in mask.name else "")
+        for dim in (64, 128, 256):
+            found = [predict_mask(gpu, mask, dim, backward) for gpu in MASK_GPUS for backward in (False, True)]
+            cells = [f"{p.of_dense:.2f}" + (f" ({p.of_packed:.2f})" if p.of_packed else "") for p in found]
+            rows.append([name, str(dim), f"{blocks.visible_blocks()} of {(mask.length // BLOCK) ** 2}", *cells])
+    return markdown(head, rows)
+
+
 def share(of_library: float | None) -> str:
     return "" if of_library is None else f"{of_library:.2f}"
 
@@ -91,4 +114,5 @@ def write() -> None:
     DOCUMENT.write_text(with_section(DOCUMENT, BEGIN, table()))
     DOCUMENT.write_text(with_section(DOCUMENT, BEGIN_SHARES, shares()))
     DOCUMENT.write_text(with_section(DOCUMENT, BEGIN_LOSSES, losses()))
+    DOCUMENT.write_text(with_section(DOCUMENT, BEGIN_MASKS, masks()))
     comparison.PREDICTED.write_text(predicted_times())

@@ -29,13 +29,14 @@ Mod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class Mask:
     name: str
     length: int
+    document: int = DOCUMENT  # tokens, on average
 
     @property
     def ends(self) -> list[int]:
-        """Of documents of about DOCUMENT tokens, from 0 on."""
+        """Of documents, from 0 on."""
         generator, ends = torch.Generator().manual_seed(0), [0]
         while ends[-1] < self.length:
-            size = int(torch.randint(DOCUMENT // 2, DOCUMENT * 3 // 2, (), generator=generator))
+            size = int(torch.randint(self.document // 2, self.document * 3 // 2, (), generator=generator))
             ends.append(min(self.length, ends[-1] + size))
         return ends
 

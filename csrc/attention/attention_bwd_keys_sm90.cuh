@@ -84,12 +84,12 @@ constexpr int kWarps = kWarpgroup / arch::kWarpSize;  // of a consumer
 // What both consumers do at the beginning of a step: waits for the tile that `full` belongs to. Rows of the next
 // sequence are cleared in both tiles, by both consumers together.
 template <class Kernel>
-DEVICE void await_rows(const AttentionBackwardParams& p, typename Kernel::Storage& shared, const QueryTile& tile,
+DEVICE void await_rows(const AttentionBackwardParams& p, typename Kernel::Storage& shared, const QueryStep& at,
                        Barrier& full, int step) {
   const int stage = step % Kernel::kStages;
   const uint32_t parity = step / Kernel::kStages % 2;
   arch::barrier_wait(full, parity);
-  const int left = lines_left<Kernel>(p, shared, tile);
+  const int left = lines_left<Kernel>(p, shared, at);
   if (left >= Kernel::kBlockM) return;
   arch::barrier_wait(shared.q_full[stage], parity);
   arch::barrier_wait(shared.do_full[stage], parity);
@@ -116,8 +116,7 @@ DEVICE void hand_over(typename Kernel::Storage& shared, int stage, int n, const 
 // dropout drops it.
 template <class Kernel>
 DEVICE void make_probs_with_options(const AttentionBackwardParams& p, const BackwardPlan& plan,
-                                    typename Kernel::Storage& shared, const QueryTile& tile,
-                                    const RowBits<typename Kernel::Scores>& bits, int stage, bool is_masked,
+                                    typename Kernel::Storage& shared, const QueryTile& tile, int stage, bool is_masked,
                                     typename Kernel::Scores::Accumulators& s) {
   using Scores = typename Kernel::Scores;
   const int first_query = tile.index * Kernel::kBlockM, thread = Kernel::thread();
@@ -136,8 +135,7 @@ DEVICE void make_probs_with_options(const AttentionBackwardParams& p, const Back
     for (int q = 0; q < 4; ++q) {
       const OptionsProb of = prob_with_options<typename Kernel::Element>(
           p, plan, keys.visible, options, s[0][n][q], arch::bits_float(row_lse.data[q % 2]),
-          keys.first + Scores::row(0, q / 2, thread), first_query + column + q % 2, is_masked,
-          bits.has(0, q / 2, n, q % 2));
+          keys.first + Scores::row(0, q / 2, thread), first_query + column + q % 2, is_masked);
       const bool kept = random[q] >= plan.dropout.drop_below;
       s[0][n][q] = kept ? of.prob : 0.0f;
       handed[q] = kept ? of.prob * of.slope_of_cap : -(of.prob * of.slope_of_cap);
@@ -149,26 +147,21 @@ DEVICE void make_probs_with_options(const AttentionBackwardParams& p, const Back
 // Scores become P, which is handed to the other consumer.
 template <class Kernel>
 DEVICE void make_probs_of_step(const AttentionBackwardParams& p, const BackwardPlan& plan,
-                               typename Kernel::Storage& shared, const QueryStep& at, const QueryTile& tile, int step,
+                               typename Kernel::Storage& shared, const QueryStep& at, int step,
                                typename Kernel::Scores::Accumulators& s) {
+  const QueryTile tile = tile_of<Kernel>(p, shared.task, at);
   const int first_query = tile.index * Kernel::kBlockM, stage = step % Kernel::kStages;
   const BackwardTask::Keys keys = load_struct(shared.task.keys);
   const bool is_masked = !keys.visible.all_visible(first_query, first_query + Kernel::kBlockM - 1, keys.first,
                                                    keys.first + Kernel::kBlockN);
-  if constexpr (!Kernel::kWithOptions) make_probs<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
-  bool is_handed = false;
-  if constexpr (Kernel::kWithOptions) {
-    const RowBits<typename Kernel::Scores> bits = row_bits<Kernel>(p, shared.task, at);
-    if (plan.modifies) {
-      make_probs_with_options<Kernel>(p, plan, shared, tile, bits, stage, is_masked, s);
-      is_handed = true;
-    } else {
-      // There is a block mask alone.
-      apply_bits<typename Kernel::Scores>(s, bits);
-      make_probs_minus_lse<Kernel>(s, shared.minus_lse[stage], plan, keys.visible, keys.first, first_query, is_masked);
-    }
-  }
-  if (!is_handed) {
+  apply_block_mask<Kernel>(s, p, plan, shared.task, at);
+  if (modifies<Kernel>(plan)) {
+    if constexpr (Kernel::kWithOptions) make_probs_with_options<Kernel>(p, plan, shared, tile, stage, is_masked, s);
+  } else {
+    if constexpr (Kernel::kWithOptions)
+      make_probs<Kernel>(s, shared.minus_lse[stage], plan, keys.visible, keys.first, first_query, is_masked);
+    else
+      make_probs<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
 #pragma unroll
     for (int n = 0; n < Kernel::Scores::kColumnTiles; ++n) hand_over<Kernel>(shared, stage, n, s[0][n]);
   }
@@ -185,8 +178,7 @@ DEVICE void multiply_handed(const BackwardPlan& plan, typename Kernel::Storage& 
   for (int n = 0; n < Scores::kColumnTiles; ++n) {
     const auto handed = arch::load_shared<arch::Words4>(Kernel::probs_at(shared, stage, n));
     if constexpr (Kernel::kWithOptions) {
-      const auto row_delta = arch::load_shared<arch::Words2>(
-          arch::shared_address(shared.minus_delta[stage] + Scores::column(thread) + Scores::column_step(n)));
+      const auto row_delta = load_columns(shared.minus_delta[stage] + Scores::column(thread) + Scores::column_step(n));
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         const float kept = handed.data[q] >> 31 == 0 ? grad[0][n][q] * plan.kept_scale : 0.0f;
@@ -212,15 +204,14 @@ DEVICE void accumulate_values(const AttentionBackwardParams& p, const BackwardPl
 #pragma unroll 1
   for (bool more = true; more; ++step, at = next_step<Kernel>(p, shared.task, at)) {
     more = at != load_struct(shared.task.steps).last;
-    const QueryTile tile = tile_of<Kernel>(p, shared.task, at);
     const int stage = step % Kernel::kStages;
-    await_rows<Kernel>(p, shared, tile, shared.q_full[stage], step);
+    await_rows<Kernel>(p, shared, at, shared.q_full[stage], step);
     // Issue S^T = K Q^T.
     start_rows<Kernel, typename Kernel::TileK, typename Kernel::TileQ>(
         s, arch::shared_address(shared.k), arch::shared_address(shared.q[stage]), shared.minus_lse[stage]);
     arch::wgmma_wait<0>(registers_of(s));
     // S becomes P, also for the other consumer.
-    make_probs_of_step<Kernel>(p, plan, shared, at, tile, step, s);
+    make_probs_of_step<Kernel>(p, plan, shared, at, step, s);
     // Release the queries; the other consumer does so when it has added to dK.
     arrive_warps(shared.q_empty[stage]);
     round_operand<T>(s, probs);
@@ -246,9 +237,8 @@ DEVICE void accumulate_keys(const AttentionBackwardParams& p, const BackwardPlan
 #pragma unroll 1
   for (bool more = true; more; ++step, at = next_step<Kernel>(p, shared.task, at)) {
     more = at != load_struct(shared.task.steps).last;
-    const QueryTile tile = tile_of<Kernel>(p, shared.task, at);
     const int stage = step % Kernel::kStages;
-    await_rows<Kernel>(p, shared, tile, shared.do_full[stage], step);
+    await_rows<Kernel>(p, shared, at, shared.do_full[stage], step);
     // Issue dP^T = V dO^T.
     start_rows<Kernel, typename Kernel::TileV, typename Kernel::TileDO>(
         grad, arch::shared_address(shared.v), arch::shared_address(shared.grad_out[stage]), shared.minus_delta[stage]);

@@ -73,8 +73,7 @@ DEVICE RowGradients load_rows(const AttentionBackwardParams& p, const BackwardPl
   const TileRows rows = load_struct(task.rows);
   const int64_t first_row = rows.first_head * int64_t(plan.head_rows) +
                             first_tile<Kernel::kPaddedM>(p, plan, load_struct(task.position).batch) * Kernel::kPaddedM;
-  constexpr float kLog2e = 1.4426950408889634f;
-  const float lse_factor = !Kernel::kWithOptions ? plan.factor : plan.modifies ? 1.0f : kLog2e;
+  const float lse_factor = modifies<Kernel>(plan) ? 1.0f : plan.factor;
   RowGradients loaded;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -134,7 +133,7 @@ DEVICE void softmax_gradient(const AttentionBackwardParams& p, const BackwardPla
       !visible.all_visible(rows.first, rows.first + Kernel::kBlockM - 1, first_key, first_key + Kernel::kBlockN);
   const auto query_at = [&](int half) { return rows.first + Scores::row(0, half, thread); };
   if constexpr (Kernel::kWithOptions) {
-    const RowBits<Scores> bits = row_bits<Kernel, Scores>(p, task, step, thread);
+    apply_bits<Scores>(s, row_bits<Kernel, Scores>(p, task, step, thread), plan.modifies ? kHiddenScore : -INFINITY);
     if (plan.modifies) {
       const TilePosition position = load_struct(task.position);
       const OptionsStep options(p, {position.batch, position.q_begin, rows.count, 0}, rows.first_head);
@@ -147,9 +146,8 @@ DEVICE void softmax_gradient(const AttentionBackwardParams& p, const BackwardPla
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
           const int key = first_key + Scores::column(thread) + Scores::column_step(n) + q % 2, query = query_at(q / 2);
-          const OptionsProb of = prob_with_options<typename Kernel::Element>(p, plan, visible, options, s[0][n][q],
-                                                                             of_rows.minus_lse[q / 2], key, query,
-                                                                             is_masked, bits.has(0, q / 2, n, q % 2));
+          const OptionsProb of = prob_with_options<typename Kernel::Element>(
+              p, plan, visible, options, s[0][n][q], of_rows.minus_lse[q / 2], key, query, is_masked);
           float& x = grad[0][n][q];
           x = of.prob * (x * plan.kept_scale + of_rows.minus_delta[q / 2]);
           if (p.grad_bias != nullptr && of.exists) add_grad_bias(p, options, key, query, x);
@@ -157,7 +155,6 @@ DEVICE void softmax_gradient(const AttentionBackwardParams& p, const BackwardPla
         }
       return;
     }
-    apply_bits<Scores>(s, bits);
   }
   if (is_masked) {
     const int origin = first_key + Scores::column(thread);
@@ -194,6 +191,11 @@ DEVICE void accumulate_queries(const AttentionBackwardParams& p, const BackwardP
   const auto await_keys = [&](const Ring<Kernel::kStages>& ring) {
     arch::barrier_wait(shared.k_full[ring.stage], ring.parity);
   };
+  // Keys of a step that belong to the sequence, where those after them are of the next one.
+  const auto keys_left = [&](int step) {
+    if (p.cu_seqlens_k == nullptr) return Kernel::kBlockN;
+    return load_struct(shared.task.keys).visible.k_len - tile_of<Kernel>(shared.task, step) * Kernel::kBlockN;
+  };
   // Queries and output gradients stay for the whole loop.
   arch::barrier_wait(shared.queries_full, 0);
   await_keys(keys);
@@ -201,9 +203,8 @@ DEVICE void accumulate_queries(const AttentionBackwardParams& p, const BackwardP
   for (int step = load_struct(shared.task.keys).begin; step < load_struct(shared.task.end).step;
        step = next_step<Kernel>(shared.task, step, 1)) {
     const SharedAddress k = arch::shared_address(shared.k[keys.stage]);
-    const int left = load_struct(shared.task.keys).visible.k_len - tile_of<Kernel>(shared.task, step) * Kernel::kBlockN;
     // Clear the keys and values of the next sequence.
-    if (p.cu_seqlens_k != nullptr && left < Kernel::kBlockN) {
+    if (const int left = keys_left(step); left < Kernel::kBlockN) {
       arch::barrier_wait(shared.v_full, values.parity);
       clear_from<Kernel, TileK>(k, left);
       clear_from<Kernel, TileV>(v, left);

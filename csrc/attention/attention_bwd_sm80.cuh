@@ -172,8 +172,8 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     arch::sync_threads();  // queries and output gradients have arrived, and dS has been read
 
     more = step != load_struct(shared.task.steps).last;
-    const QueryTile tile = tile_of<Kernel>(p, shared.task, step);
-    const int first_query = tile.index * kBlockM;
+    const auto this_tile = [&] { return tile_of<Kernel>(p, shared.task, step); };
+    const int first_query = this_tile().index * kBlockM;
     typename Scores::Accumulators s = {}, grad = {};
     // S^T = K Q^T - lse; in float32, and with options, lse is subtracted later.
     if constexpr (!Kernel::kWithOptions && !Kernel::kIsFloat32) start_columns<Kernel>(s, shared.minus_lse);
@@ -190,23 +190,24 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     const bool is_masked =
         !keys.visible.all_visible(first_query, first_query + kBlockM - 1, keys.first, keys.first + kBlockN);
     // S becomes P, and dP becomes dS.
-    if constexpr (Kernel::kWithOptions) {
-      const OptionsStep options(p, load_struct(shared.task.queries), tile.head);
-      const RowBits<Scores> bits = row_bits<Kernel>(p, shared.task, step);
-      if (plan.modifies) {
-        softmax_gradient_with_options<Kernel>(s, grad, p, plan, keys.visible, options, bits, shared.minus_lse,
+    apply_block_mask<Kernel>(s, p, plan, shared.task, step);
+    if (modifies<Kernel>(plan)) {
+      if constexpr (Kernel::kWithOptions) {
+        const OptionsStep options(p, load_struct(shared.task.queries), step.head);
+        softmax_gradient_with_options<Kernel>(s, grad, p, plan, keys.visible, options, shared.minus_lse,
                                               shared.minus_delta, keys.first, first_query, is_masked);
-      } else {  // a block mask alone
-        apply_bits<Scores>(s, bits);
-        make_probs_minus_lse<Kernel>(s, shared.minus_lse, plan, keys.visible, keys.first, first_query, is_masked);
-        multiply_probs<Kernel>(grad, s, shared.minus_delta);
       }
     } else {
       if constexpr (Kernel::kIsFloat32)
-        make_probs_minus_lse<Kernel>(s, shared.minus_lse, plan, keys.visible, keys.first, first_query, is_masked);
+        make_float32_probs<Kernel>(s, shared.minus_lse, plan, keys.visible, keys.first, first_query, is_masked);
+      else if constexpr (Kernel::kWithOptions)
+        make_probs<Kernel>(s, shared.minus_lse, plan, keys.visible, keys.first, first_query, is_masked);
       else
         make_probs<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
-      multiply_probs(grad, s);
+      if constexpr (Kernel::kWithOptions)
+        multiply_probs<Kernel>(grad, s, shared.minus_delta);
+      else
+        multiply_probs(grad, s);
     }
 
     // dS for dQ, a sum over the keys of all warps.
@@ -243,14 +244,14 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     multiply<typename Kernel::TileKOfDQ, GradQ::kWarpsN>(
         rows_of<GradQ, typename Kernel::TileScoresOfDQ>(base, offsetof(Storage, grad_scores)),
         columns_of<GradQ, typename Kernel::TileKOfDQ>(base, offsetof(Storage, k)), grad_query, p.in_tf32);
-    const int row = padded_row<Kernel>(plan, load_struct(shared.task.queries), tile);
+    const int row = padded_row<Kernel>(plan, load_struct(shared.task.queries), this_tile());
     const WorkspaceTile<GradQ> sums(plan.grad_query + int64_t(row) * GradQ::kColumns);
     if (plan.dq_semaphore == nullptr) {
       sums.reduce_add(grad_query);
     } else {
       // Blocks add in the order of their keys.
       uint32_t* const semaphore = plan.dq_semaphore + row / kBlockM;
-      const uint32_t earlier = earlier_blocks<Kernel>(p, shared.task, tile);
+      const uint32_t earlier = earlier_blocks<Kernel>(p, shared.task, this_tile());
       if (arch::opaque_thread_index() == 0) arch::wait_equal(semaphore, earlier);
       arch::sync_threads();  // all earlier blocks have added
       sums.reduce_add(grad_query);

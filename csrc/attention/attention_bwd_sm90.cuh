@@ -157,32 +157,35 @@ DEVICE void await_keys(const AttentionBackwardParams& p, typename Kernel::Storag
 // The scores s become P, while dP is in flight, and dP becomes dS. Afterwards the dS of the step before has been read.
 template <class Kernel>
 DEVICE void softmax_gradient(const AttentionBackwardParams& p, const BackwardPlan& plan,
-                             typename Kernel::Storage& shared, const QueryStep& at, const QueryTile& tile, int step,
+                             typename Kernel::Storage& shared, const QueryStep& at, int step,
                              typename Kernel::Scores::Accumulators& s, typename Kernel::Scores::Accumulators& grad) {
-  const int first_query = tile.index * Kernel::kBlockM;
+  const int first_query = tile_of<Kernel>(p, shared.task, at).index * Kernel::kBlockM;
   const BackwardTask::Keys keys = load_struct(shared.task.keys);
   const bool is_masked = !keys.visible.all_visible(first_query, first_query + Kernel::kBlockM - 1, keys.first,
                                                    keys.first + Kernel::kBlockN);
   const int stage = step % Kernel::kStages;
-  if constexpr (!Kernel::kWithOptions) make_probs<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
-  if constexpr (Kernel::kWithOptions)
-    if (!plan.modifies) {  // a block mask alone
-      apply_bits<typename Kernel::Scores>(s, row_bits<Kernel>(p, shared.task, at));
-      make_probs_minus_lse<Kernel>(s, shared.minus_lse[stage], plan, keys.visible, keys.first, first_query, is_masked);
-    }
   // A loop, across which ptxas does not move the exponentials: they belong before the wait for dP.
-  arch::barrier_wait(shared.scores_read, step % 2 ^ 1);
-  arch::wgmma_wait<0>(registers_of(grad));
+  const auto await_products = [&] {
+    arch::barrier_wait(shared.scores_read, step % 2 ^ 1);
+    arch::wgmma_wait<0>(registers_of(grad));
+  };
+  apply_block_mask<Kernel>(s, p, plan, shared.task, at);
   if constexpr (Kernel::kWithOptions) {
     if (plan.modifies) {
-      const OptionsStep options(p, load_struct(shared.task.queries), tile.head);
-      softmax_gradient_with_options<Kernel>(s, grad, p, plan, keys.visible, options,
-                                            row_bits<Kernel>(p, shared.task, at), shared.minus_lse[stage],
+      await_products();
+      const OptionsStep options(p, load_struct(shared.task.queries), at.head);
+      softmax_gradient_with_options<Kernel>(s, grad, p, plan, keys.visible, options, shared.minus_lse[stage],
                                             shared.minus_delta[stage], keys.first, first_query, is_masked);
-    } else {
-      multiply_probs<Kernel>(grad, s, shared.minus_delta[stage]);
+      return;
     }
+  }
+  if constexpr (Kernel::kWithOptions) {
+    make_probs<Kernel>(s, shared.minus_lse[stage], plan, keys.visible, keys.first, first_query, is_masked);
+    await_products();
+    multiply_probs<Kernel>(grad, s, shared.minus_delta[stage]);
   } else {
+    make_probs<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
+    await_products();
     multiply_probs(grad, s);
   }
 }
@@ -228,11 +231,10 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
   typename Kernel::GradQ::Accumulators sums;
   typename Kernel::Fragments probs, grad_scores;
   int step = 0;  // one register gives all stages and parities
-  QueryTile tile = tile_of<Kernel>(p, shared.task, at);
   const auto await_queries = [&] {
     const int stage = step % Kernel::kStages;
     arch::barrier_wait(shared.q_full[stage], step / Kernel::kStages % 2);
-    clear_tail<Kernel, TileQ>(arch::shared_address(shared.q[stage]), lines_left<Kernel>(p, shared, tile));
+    clear_tail<Kernel, TileQ>(arch::shared_address(shared.q[stage]), lines_left<Kernel>(p, shared, at));
   };
   const auto start_scores = [&] {
     const int stage = step % Kernel::kStages;
@@ -253,10 +255,10 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
     const SharedAddress grad_out = arch::shared_address(shared.grad_out[stage]);
     // Issue dP = V dO^T.
     arch::barrier_wait(shared.do_full[stage], step / Kernel::kStages % 2);
-    clear_tail<Kernel, TileDO>(grad_out, lines_left<Kernel>(p, shared, tile));
+    clear_tail<Kernel, TileDO>(grad_out, lines_left<Kernel>(p, shared, at));
     start_rows<Kernel, TileV, TileDO>(grad, v + first_line() * kPieceBytes, grad_out, shared.minus_delta[stage]);
     // S becomes P while dP is in flight, and dP becomes dS.
-    softmax_gradient<Kernel>(p, plan, shared, at, tile, step, s, grad);
+    softmax_gradient<Kernel>(p, plan, shared, at, step, s, grad);
     round_operand<T>(s, probs);
     round_operand<T>(grad, grad_scores);
     // Issue dV += P^T dO.
@@ -277,7 +279,6 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
     if (more) {
       ++step;
       at = next_step<Kernel>(p, shared.task, at);
-      tile = tile_of<Kernel>(p, shared.task, at);
       await_queries();
     }
     start_scores();

@@ -55,7 +55,8 @@ struct Forward {
   static constexpr int kRowTiles = OutTiles::kRowTiles;
   static constexpr int kOutTiles = OutTiles::kColumnTiles;
   // Logits and output leave no registers for the sums of probs, which are in shared memory between steps.
-  static constexpr bool kSumsInShared = 4 * kRowTiles * (LogitTiles::kColumnTiles + kOutTiles) >= 192;
+  static constexpr bool kSumsInShared =
+      4 * kRowTiles * (LogitTiles::kColumnTiles + kOutTiles) >= (with_options && sizeof(T) == 4 ? 128 : 192);
 
   using TileQ = OperandTile<T, Side::kA, true, kBlockM, config.dim>;
   using TileK = OperandTile<T, Side::kB, true, kBlockN, config.dim>;
@@ -156,20 +157,20 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
     arch::sync_threads();  // the values have arrived, and the keys have been read
     // The next keys arrive during softmax and P V.
     if (step > load_struct(shared.task.keys).begin) copy_keys(tile_at(next(step)));
-    const int first_key = tile_at(step) * kBlockN;
+    const auto first_key = [&] { return tile_at(step) * kBlockN; };
     if constexpr (Kernel::kWithOptions) {
       if (plan.modifies_logits)
         modify_logits<T, LogitTiles>(logits, p, plan, load_struct(shared.task.rows),
                                      load_struct(shared.task.position).batch,
-                                     load_struct(shared.task.keys).visible.k_len, row_at, first_key);
+                                     load_struct(shared.task.keys).visible.k_len, row_at, first_key());
       apply_block_mask<Kernel, LogitTiles>(logits, p, shared.task, step, arch::opaque_thread_index());
     }
     // Hide the keys that a row does not see; most tiles have none.
-    if (!load_struct(shared.task.unmasked).has_all(first_key, first_key + kBlockN)) {
+    if (const int first = first_key(); !load_struct(shared.task.unmasked).has_all(first, first + kBlockN)) {
       const TileRows rows = load_struct(shared.task.rows);
       const Visibility visible = load_struct(shared.task.keys).visible;
       // The key of this thread's first column.
-      const int origin = first_key + LogitTiles::column(arch::opaque_thread_index());
+      const int origin = first + LogitTiles::column(arch::opaque_thread_index());
       apply_mask<LogitTiles>(logits,
                              [&](int m, int half) { return visible.keys(rows.query(row_at(m, half))).from(origin); });
     }
@@ -188,7 +189,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
               const int row = row_at(m, half);
               return first_lse_row(p, position.q_begin, position.batch, rows.head(row)) + rows.query(row);
             },
-            first_key);
+            first_key());
       }
     // O += P V, with P from registers.
     multiply<TileV>(operand_of<T>(logits), columns_of<OutTiles, TileV>(base, offsetof(Storage, v)), out, p.in_tf32);

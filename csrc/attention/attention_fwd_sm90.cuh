@@ -188,18 +188,18 @@ DEVICE bool softmax_of_keys(const AttentionParams& p, const ForwardPlan& plan, c
                             typename Kernel::Logits& s, OnlineSoftmax<1>& softmax, RowSums<1>& sums,
                             float (&by)[1][2]) {
   using LogitTiles = typename Kernel::LogitTiles;
-  const int first_key = tile_of<Kernel>(task, step) * Kernel::kBlockN;
+  const auto first_key = [&] { return tile_of<Kernel>(task, step) * Kernel::kBlockN; };
   if constexpr (Kernel::kWithOptions) {
     if (plan.modifies_logits)
       modify_logits<typename Kernel::Element, LogitTiles>(
           s, p, plan, load_struct(task.rows), load_struct(task.position).batch, load_struct(task.keys).visible.k_len,
-          Kernel::row_at, first_key);
+          Kernel::row_at, first_key());
     apply_block_mask<Kernel, LogitTiles>(s, p, task, step, Kernel::thread());
   }
-  if (!load_struct(task.unmasked).has_all(first_key, first_key + Kernel::kBlockN)) {
+  if (const int first = first_key(); !load_struct(task.unmasked).has_all(first, first + Kernel::kBlockN)) {
     const TileRows rows = load_struct(task.rows);
     const Visibility visible = load_struct(task.keys).visible;
-    const int origin = first_key + LogitTiles::column(arch::opaque_thread_index());
+    const int origin = first + LogitTiles::column(arch::opaque_thread_index());
     apply_mask<LogitTiles>(
         s, [&](int m, int half) { return visible.keys(rows.query(Kernel::row_at(m, half))).from(origin); });
   }
@@ -207,17 +207,43 @@ DEVICE bool softmax_of_keys(const AttentionParams& p, const ForwardPlan& plan, c
   softmax.make_probs(s, sums, plan.factor);
   if constexpr (Kernel::kWithOptions)
     if (plan.dropout.drop_below > 0) {
-      const TileRows rows = load_struct(task.rows);
-      const TilePosition position = load_struct(task.position);
       plan.dropout.drop(
           s,
           [&](int m, int half) {
+            const TileRows rows = load_struct(task.rows);
+            const TilePosition position = load_struct(task.position);
             const int row = Kernel::row_at(m, half);
             return first_lse_row(p, position.q_begin, position.batch, rows.head(row)) + rows.query(row);
           },
-          first_key);
+          first_key());
     }
   return grew;
+}
+
+// Clears queries of the next sequence. They would take part in the decision of a warp to rescale, and so change its
+// last bits.
+template <class Kernel>
+DEVICE void clear_queries(const AttentionParams& p, typename Kernel::Storage& shared) {
+  if (p.cu_seqlens_q == nullptr) return;
+  const TileRows rows = load_struct(shared.task.rows);
+  const int own = ConsumerThreads::consumer() * kWarpgroupRows, left = rows.count - rows.first - own;
+  if (left >= kWarpgroupRows) return;
+  clear_lines<typename Kernel::TileQ>(arch::shared_address(shared.q) + own * kPieceBytes, left > 0 ? left : 0,
+                                      kWarpgroupRows, ConsumerThreads::index(), kWarpgroup);
+  ConsumerThreads::sync();
+}
+
+// Clears the values of the next sequence that are in the tile of a step, by all consumers together.
+template <class Kernel>
+DEVICE void clear_values(const AttentionParams& p, typename Kernel::Storage& shared,
+                         const Ring<Kernel::kConfig.stages>& values, int step) {
+  if (p.cu_seqlens_k == nullptr) return;
+  const int left = load_struct(shared.task.keys).visible.k_len - tile_of<Kernel>(shared.task, step) * Kernel::kBlockN;
+  if (left >= Kernel::kBlockN) return;
+  arch::barrier_wait(shared.v_full[values.stage], values.parity);
+  clear_lines<typename Kernel::TileV>(arch::shared_address(shared.v[values.stage]), left, Kernel::kBlockN,
+                                      Kernel::thread(), Kernel::kConsumers * kWarpgroup);
+  sync_consumers<Kernel::kConsumers>();
 }
 
 // out = the weighted sum of the values of an item that has keys.
@@ -247,26 +273,8 @@ DEVICE void attend(const AttentionParams& p, const ForwardPlan& plan, typename K
     ring.advance();
   };
 
-  // Clears values of the next sequence, by all consumers together. Only the last keys are before any.
-  const auto clear_values = [&](int step) {
-    const int left = load_struct(shared.task.keys).visible.k_len - tile_of<Kernel>(shared.task, step) * Kernel::kBlockN;
-    if (p.cu_seqlens_k == nullptr || left >= Kernel::kBlockN) return;
-    arch::barrier_wait(shared.v_full[values.stage], values.parity);
-    clear_lines<typename Kernel::TileV>(arch::shared_address(shared.v[values.stage]), left, Kernel::kBlockN,
-                                        Kernel::thread(), Kernel::kConsumers * kWarpgroup);
-    sync_consumers<Kernel::kConsumers>();
-  };
-
   int step = load_struct(shared.task.end).step - 1;
-  if (p.cu_seqlens_q != nullptr) {
-    // Rows of the next sequence would take part in the decision of a warp to rescale, and so change its last bits.
-    const TileRows rows = load_struct(shared.task.rows);
-    const int left = rows.count - rows.first - ConsumerThreads::consumer() * kWarpgroupRows;
-    if (left < kWarpgroupRows) {
-      clear_lines<typename Kernel::TileQ>(q, left > 0 ? left : 0, kWarpgroupRows, ConsumerThreads::index(), kWarpgroup);
-      ConsumerThreads::sync();
-    }
-  }
+  clear_queries<Kernel>(p, shared);
   // S and P of the first keys. There are no values to multiply yet.
   await_keys();
   start_keys();
@@ -274,7 +282,7 @@ DEVICE void attend(const AttentionParams& p, const ForwardPlan& plan, typename K
   release(shared.k_empty, keys);
   softmax_of_keys<Kernel>(p, plan, shared.task, step, s, softmax, sums, by);
   round_operand<typename Kernel::Element>(s, probs);
-  clear_values(step);
+  clear_values<Kernel>(p, shared, values, step);
   if (step > load_struct(shared.task.keys).begin) await_keys();
 
 #pragma unroll 1
@@ -301,7 +309,7 @@ DEVICE void attend(const AttentionParams& p, const ForwardPlan& plan, typename K
     if (grew) softmax.scale(out, by);
     round_operand<typename Kernel::Element>(s, probs);
     // A list may have the last keys anywhere.
-    if constexpr (Kernel::kWithOptions) clear_values(step);
+    if constexpr (Kernel::kWithOptions) clear_values<Kernel>(p, shared, values, step);
   }
   // P V of the last keys.
   start_values();

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "arch/memory.cuh"
-#include "attention/attention.h"
+#include "attention/mask.cuh"
 
 namespace cuda_ext::attention {
 
@@ -21,6 +21,15 @@ struct ListedTiles {
   DEVICE int tile(unsigned step) const { return int(word(step, 0) * kParts + step % kParts); }
   DEVICE int bits(unsigned step) const { return word(step, 1); }  // a tile of BlockMask::tiles, or kFullBlock
   DEVICE static int first_row(unsigned step) { return int(step % kParts) * rows; }  // within the block
+
+  // How many of its tiles are among these.
+  DEVICE int count(const Span& tiles) const {
+    int count = 0;
+#pragma unroll 1
+    for (int step = steps() - 1; step >= 0; --step)
+      if (tiles.has(tile(step))) ++count;
+    return count;
+  }
 
   // The tile with the n-th longest list.
   DEVICE static int longest(const BlockLists& lists, int batch, int head, unsigned n) {
@@ -58,9 +67,9 @@ struct RowBits {
   }
 };
 
-// Sets hidden logits to -inf.
+// Sets hidden scores to `hidden`.
 template <class Tiles>
-DEVICE void apply_bits(typename Tiles::Accumulators& s, const RowBits<Tiles>& bits) {
+DEVICE void apply_bits(typename Tiles::Accumulators& s, const RowBits<Tiles>& bits, float hidden = -INFINITY) {
   if (bits.is_full) return;
 #pragma unroll
   for (int m = 0; m < Tiles::kRowTiles; ++m)
@@ -68,7 +77,7 @@ DEVICE void apply_bits(typename Tiles::Accumulators& s, const RowBits<Tiles>& bi
     for (int n = 0; n < Tiles::kColumnTiles; ++n)
 #pragma unroll
       for (int q = 0; q < 4; ++q)
-        if (!bits.has(m, q / 2, n, q % 2)) s[m][n][q] = -INFINITY;
+        if (!bits.has(m, q / 2, n, q % 2)) s[m][n][q] = hidden;
 }
 
 }  // namespace cuda_ext::attention

@@ -99,12 +99,12 @@ DEVICE bool clear_from(SharedAddress tile, int line) {
 
 // Lines of a tile of queries that belong to the sequence, where those after them are of the next one.
 template <class Kernel>
-DEVICE int lines_left(const AttentionBackwardParams& p, const typename Kernel::Storage& shared, const QueryTile& tile) {
+DEVICE int lines_left(const AttentionBackwardParams& p, const typename Kernel::Storage& shared, const QueryStep& step) {
   if (p.cu_seqlens_q == nullptr) return Kernel::kBlockM;
-  return load_struct(shared.task.queries).count - tile.index * Kernel::kBlockM;
+  return load_struct(shared.task.queries).count - tile_of<Kernel>(p, shared.task, step).index * Kernel::kBlockM;
 }
 
-// Issues x = A B^T + columns for 64 lines of A; the kernel with options adds `columns` later.
+// Issues x = A B^T + columns for 64 lines of A; the kernel with options, which lacks registers, adds them later.
 template <class Kernel, class TileA, class TileB>
 DEVICE void start_rows(typename Kernel::Scores::Accumulators& x, SharedAddress a, SharedAddress b,
                        const float* columns) {

@@ -81,23 +81,24 @@ DEVICE QueryTile tile_of(const AttentionParams& p, const BackwardTask& task, con
   return {step.head, step.index};
 }
 
-// The step after `step`, if that is not the last. Tiles of queries that see none of the keys are left out.
+// The step after `step`, if that is not the last. Tiles of queries that see none of the keys are left out. Producers
+// have few registers, so everything is read where it is used.
 template <class Kernel>
 DEVICE QueryStep next_step(const AttentionParams& p, const BackwardTask& task, QueryStep step) {
-  const BackwardTask::Steps steps = load_struct(task.steps);
   if constexpr (Kernel::kWithOptions) {
-    const BackwardTask::Lists lists = load_struct(task.lists);
-    if (lists.of_first_head != nullptr) {
-      while (step != steps.last) {
-        const ListedTiles<Kernel::kBlockM> listed{lists.of(p, step.head)};
-        if (++step.index >= listed.steps())
+    const auto listed = [&] { return ListedTiles<Kernel::kBlockM>{load_struct(task.lists).of(p, step.head)}; };
+    if (load_struct(task.lists).of_first_head != nullptr) {
+#pragma unroll 1
+      while (step != load_struct(task.steps).last) {
+        if (++step.index >= listed().steps())
           step = {step.head + 1, -1};
-        else if (steps.tiles.has(listed.tile(step.index)))
+        else if (load_struct(task.steps).tiles.has(listed().tile(step.index)))
           break;
       }
       return step;
     }
   }
+  const BackwardTask::Steps steps = load_struct(task.steps);
   return step.index + 1 < steps.tiles.end ? QueryStep{step.head, step.index + 1}
                                           : QueryStep{step.head + 1, steps.tiles.begin};
 }
@@ -127,6 +128,7 @@ DEVICE bool find_listed_steps(const AttentionParams& p, const BackwardTask::List
   const auto listed = [&](int head) { return ListedTiles<Kernel::kBlockM>{lists.of(p, head)}; };
   const int group = int(p.heads / p.heads_kv);
   int all = 0;
+#pragma unroll 1
   for (int head = first_head; head < first_head + group; ++head) all += listed(head).steps();
   const int part = (all + splits - 1) / splits;
   int begin = split * part, end = begin + part < all ? begin + part : all;
@@ -139,8 +141,10 @@ DEVICE bool find_listed_steps(const AttentionParams& p, const BackwardTask::List
     return QueryStep{head, index};
   };
   const auto is_seen = [&](const QueryStep& step) { return tiles.has(listed(step.head).tile(step.index)); };
+#pragma unroll 1
   for (; begin < end; ++begin)
     if (first = step_at(begin); is_seen(first)) break;
+#pragma unroll 1
   for (; begin < end; --end)
     if (last = step_at(end - 1); is_seen(last)) break;
   return begin < end;
@@ -203,21 +207,14 @@ DEVICE int padded_row(const BackwardPlan& plan, const BackwardTask::Queries& que
 template <class Kernel>
 DEVICE uint32_t earlier_blocks(const AttentionParams& p, const BackwardTask& task, const QueryTile& tile) {
   const BackwardTask::Keys keys = load_struct(task.keys);
-  const int own = keys.first / Kernel::kBlockN, first_query = tile.index * Kernel::kBlockM;
+  const int first_query = tile.index * Kernel::kBlockM;
+  const Span before{keys.visible.key_begin(first_query) / Kernel::kBlockN, keys.first / Kernel::kBlockN};
   if constexpr (Kernel::kWithOptions)
-    if (p.block_mask.query_blocks > 0) {
-      const BackwardTask::Queries queries = load_struct(task.queries);
-      const ListedTiles<Kernel::kBlockN> listed{
-          list_at(p.block_mask.keys_of_queries, queries.batch, tile.head, first_query / kMaskBlock)};
-      uint32_t earlier = 0;
-      for (int step = 0; step < listed.steps(); ++step) {
-        const int other = listed.tile(step);
-        if (other < own && query_tiles<Kernel>(keys.visible, queries.count, other * Kernel::kBlockN).has(tile.index))
-          ++earlier;
-      }
-      return earlier;
-    }
-  return own - keys.visible.key_begin(first_query) / Kernel::kBlockN;
+    if (p.block_mask.query_blocks > 0)
+      return ListedTiles<Kernel::kBlockN>{
+          list_at(p.block_mask.keys_of_queries, load_struct(task.queries).batch, tile.head, first_query / kMaskBlock)}
+          .count(before);
+  return before.end - before.begin;
 }
 
 // A thread's bits of a step, where rows of the scores are keys.
@@ -249,6 +246,18 @@ struct OptionsStep {
   }
 };
 
+// The values of a thread's two columns.
+DEVICE arch::Words2 load_columns(const float* columns) {
+  return arch::load_shared<arch::Words2>(arch::shared_address(columns));
+}
+
+// Whether a kernel does more to logits and probs than to scale and to hide them.
+template <class Kernel>
+DEVICE bool modifies(const BackwardPlan& plan) {
+  if constexpr (Kernel::kWithOptions) return plan.modifies;
+  return false;
+}
+
 // Initialises accumulators with one value per column. Starting scores at -lse and dP at -delta makes P = 2^(factor
 // scores) and dS = P dP.
 template <class Kernel>
@@ -257,8 +266,7 @@ DEVICE void start_columns(typename Kernel::Scores::Accumulators& x, const float*
   const int thread = Kernel::thread();
 #pragma unroll
   for (int n = 0; n < Tiles::kColumnTiles; ++n) {
-    const auto pair =
-        arch::load_shared<arch::Words2>(arch::shared_address(columns + Tiles::column(thread) + Tiles::column_step(n)));
+    const auto pair = load_columns(columns + Tiles::column(thread) + Tiles::column_step(n));
 #pragma unroll
     for (int m = 0; m < Tiles::kRowTiles; ++m)
 #pragma unroll
@@ -302,19 +310,19 @@ struct MinusLse {
   }
 };
 
-// The same of scores without lse subtracted, as float32 and kernels with options have them. An error of what is subtracted is one of all probs of a row. Sums
+// The same of float32 scores, without lse subtracted. An error of what is subtracted is one of all probs of a row. Sums
 // that start at -lse, as those of 16 bits do, are rounded at its size; the difference is rounded at its own.
 template <class Kernel>
-DEVICE void make_probs_minus_lse(typename Kernel::Scores::Accumulators& s, const float* minus_lse,
-                                 const BackwardPlan& plan, const Visibility& visible, int first_key, int first_query,
-                                 bool is_masked) {
+DEVICE void make_float32_probs(typename Kernel::Scores::Accumulators& s, const float* minus_lse,
+                               const BackwardPlan& plan, const Visibility& visible, int first_key, int first_query,
+                               bool is_masked) {
   using Scores = typename Kernel::Scores;
   const int thread = Kernel::thread();
   if (is_masked) hide_scores<Kernel>(s, visible, first_key, first_query);
 #pragma unroll
   for (int n = 0; n < Scores::kColumnTiles; ++n) {
     const int column = Scores::column(thread) + Scores::column_step(n);
-    const auto pair = arch::load_shared<arch::Words2>(arch::shared_address(minus_lse + column));
+    const auto pair = load_columns(minus_lse + column);
     const MinusLse lse[2] = {MinusLse(arch::bits_float(pair.data[0])), MinusLse(arch::bits_float(pair.data[1]))};
 #pragma unroll
     for (int m = 0; m < Scores::kRowTiles; ++m)
@@ -336,7 +344,34 @@ DEVICE void multiply_probs(float (&grad)[row_tiles][column_tiles][4],
       for (int q = 0; q < 4; ++q) grad[m][n][q] *= probs[m][n][q];
 }
 
-// The same of dP without delta subtracted.
+// A score that a block mask hides from a kernel that modifies logits. No product is it.
+constexpr float kHiddenScore = -3.4028234e38f;
+
+// Hides the scores of a step that a block mask hides.
+template <class Kernel>
+DEVICE void apply_block_mask(typename Kernel::Scores::Accumulators& s, const AttentionParams& p,
+                             const BackwardPlan& plan, const BackwardTask& task, const QueryStep& step) {
+  if constexpr (Kernel::kWithOptions)
+    apply_bits<typename Kernel::Scores>(s, row_bits<Kernel>(p, task, step), plan.modifies ? kHiddenScore : -INFINITY);
+}
+
+// The same of scores and dP without lse and delta subtracted.
+template <class Kernel>
+DEVICE void make_probs(typename Kernel::Scores::Accumulators& s, const float* minus_lse, const BackwardPlan& plan,
+                       const Visibility& visible, int first_key, int first_query, bool is_masked) {
+  using Scores = typename Kernel::Scores;
+  const int thread = Kernel::thread();
+  if (is_masked) hide_scores<Kernel>(s, visible, first_key, first_query);
+#pragma unroll
+  for (int n = 0; n < Scores::kColumnTiles; ++n) {
+    const auto pair = load_columns(minus_lse + Scores::column(thread) + Scores::column_step(n));
+    const float lse[2] = {arch::bits_float(pair.data[0]) * plan.factor, arch::bits_float(pair.data[1]) * plan.factor};
+#pragma unroll
+    for (int m = 0; m < Scores::kRowTiles; ++m)
+#pragma unroll
+      for (int q = 0; q < 4; ++q) s[m][n][q] = arch::fast_exp2(arch::fma(s[m][n][q], plan.factor, lse[q % 2]));
+  }
+}
 template <class Kernel>
 DEVICE void multiply_probs(typename Kernel::Scores::Accumulators& grad,
                            const typename Kernel::Scores::Accumulators& probs, const float* minus_delta) {
@@ -344,8 +379,7 @@ DEVICE void multiply_probs(typename Kernel::Scores::Accumulators& grad,
   const int thread = Kernel::thread();
 #pragma unroll
   for (int n = 0; n < Scores::kColumnTiles; ++n) {
-    const auto pair = arch::load_shared<arch::Words2>(
-        arch::shared_address(minus_delta + Scores::column(thread) + Scores::column_step(n)));
+    const auto pair = load_columns(minus_delta + Scores::column(thread) + Scores::column_step(n));
 #pragma unroll
     for (int m = 0; m < Scores::kRowTiles; ++m)
 #pragma unroll
@@ -359,18 +393,18 @@ struct OptionsProb {
   bool exists;  // query and key are of the sequence
 };
 
-// From a score without lse subtracted. has_bit: a block mask does not hide it.
+// From a score without lse subtracted.
 template <class T>
 DEVICE OptionsProb prob_with_options(const AttentionBackwardParams& p, const BackwardPlan& plan,
                                      const Visibility& visible, const OptionsStep& options, float score,
-                                     float minus_lse, int key, int query, bool is_masked, bool has_bit) {
+                                     float minus_lse, int key, int query, bool is_masked) {
   float slope_of_cap;
   float logit = plan.logits.logit(score, slope_of_cap);
   logit -= options.slope * fabsf(float(query + (visible.k_len - options.q_len) - key));
   const bool exists = query < options.q_len && key < visible.k_len;
   if (p.bias_kind != BiasKind::kNone && exists)
     logit += bias_at<T>(p, options.bias + query * p.bias_strides[2] + key * p.bias_strides[3]);
-  if (!has_bit || (is_masked && !visible.queries(key).has(query))) logit = -INFINITY;
+  if (score == kHiddenScore || (is_masked && !visible.queries(key).has(query))) logit = -INFINITY;
   constexpr float kLog2e = 1.4426950408889634f;
   return {arch::fast_exp2((logit + minus_lse) * kLog2e), slope_of_cap, exists};
 }
@@ -388,17 +422,16 @@ template <class Kernel>
 DEVICE void softmax_gradient_with_options(typename Kernel::Scores::Accumulators& s,
                                           typename Kernel::Scores::Accumulators& grad, const AttentionBackwardParams& p,
                                           const BackwardPlan& plan, const Visibility& visible,
-                                          const OptionsStep& options, const RowBits<typename Kernel::Scores>& bits,
-                                          const float* minus_lse, const float* minus_delta, int first_key,
-                                          int first_query, bool is_masked) {
+                                          const OptionsStep& options, const float* minus_lse, const float* minus_delta,
+                                          int first_key, int first_query, bool is_masked) {
   using T = typename Kernel::Element;
   using Scores = typename Kernel::Scores;
   const int thread = Kernel::thread();
 #pragma unroll
   for (int n = 0; n < Scores::kColumnTiles; ++n) {
     const int column = Scores::column(thread) + Scores::column_step(n);
-    const auto row_lse = arch::load_shared<arch::Words2>(arch::shared_address(minus_lse + column));
-    const auto row_delta = arch::load_shared<arch::Words2>(arch::shared_address(minus_delta + column));
+    const auto row_lse = load_columns(minus_lse + column);
+    const auto row_delta = load_columns(minus_delta + column);
 #pragma unroll
     for (int m = 0; m < Scores::kRowTiles; ++m) {
       uint32_t random[4] = {};
@@ -408,9 +441,8 @@ DEVICE void softmax_gradient_with_options(typename Kernel::Scores::Accumulators&
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         const int key = first_key + Scores::row(m, q / 2, thread), query = first_query + column + q % 2;
-        const OptionsProb of =
-            prob_with_options<T>(p, plan, visible, options, s[m][n][q], arch::bits_float(row_lse.data[q % 2]), key,
-                                 query, is_masked, bits.has(m, q / 2, n, q % 2));
+        const OptionsProb of = prob_with_options<T>(p, plan, visible, options, s[m][n][q],
+                                                    arch::bits_float(row_lse.data[q % 2]), key, query, is_masked);
         const bool kept = random[q] >= plan.dropout.drop_below;
         float& x = grad[m][n][q];
         x = of.prob * ((kept ? x * plan.kept_scale : 0.0f) + arch::bits_float(row_delta.data[q % 2]));

@@ -111,7 +111,9 @@ struct ForwardTask {
     if constexpr (Kernel::kWithOptions)
       if (list.keys != nullptr) {
         const ListedTiles<Kernel::kBlockN> listed{list.keys};
+#pragma unroll 1
         while (steps.begin < steps.end && !list.seen.has(listed.tile(steps.begin))) ++steps.begin;
+#pragma unroll 1
         while (steps.begin < steps.end && !list.seen.has(listed.tile(steps.end - 1))) --steps.end;
       }
     return steps;
@@ -150,6 +152,7 @@ DEVICE int next_step(const ForwardTask& task, int step, int direction) {
     if (list.keys != nullptr) {
       const ListedTiles<Kernel::kBlockN> listed{list.keys};
       const Span steps{load_struct(task.keys).begin, load_struct(task.end).step};
+#pragma unroll 1
       while (steps.has(step) && !list.seen.has(listed.tile(step))) step += direction;
     }
   }

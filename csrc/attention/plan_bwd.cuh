@@ -63,7 +63,6 @@ template <class Config>
 BackwardPlan plan_backward(const AttentionBackwardParams& p, const Config& config, const rt::Device& device) {
   constexpr double kLog2e = 1.4426950408889634;
   const auto tiles_of = [](int64_t n, int64_t size) { return (n + size - 1) / size; };
-  const bool with_options = has_options(p);
   BackwardPlan plan;
   const int64_t head_batches = p.heads_kv * p.batch, group = p.heads / p.heads_kv;
   plan.query_tiles = int(tiles_of(p.seqlen_q, config.block_m));
@@ -89,7 +88,7 @@ BackwardPlan plan_backward(const AttentionBackwardParams& p, const Config& confi
   plan.factor = float(p.scale * kLog2e);
   plan.modifies = modifies_logits(p) || p.dropout_p > 0;
   // float32 has it in the unit of the lse that it gets, which another would round again (MinusLse in bwd_scores.cuh).
-  const bool natural_lse = with_options || p.dtype == Dtype::kFloat32;
+  const bool natural_lse = plan.modifies || p.dtype == Dtype::kFloat32;
   plan.lse_factor = float(natural_lse ? 1.0 : 1.0 / p.scale);
   plan.lse_to_powers = float(natural_lse ? kLog2e : p.scale * kLog2e);
   plan.logits = logit_options_of(p);

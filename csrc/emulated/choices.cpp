@@ -194,7 +194,8 @@ struct BackwardTile {
 
 AttentionChoice attention_choice(bool backward, const std::string& dtype, std::pair<int64_t, int64_t> lengths,
                                  std::pair<int64_t, int64_t> heads, std::pair<int64_t, int64_t> dims, int64_t batch,
-                                 std::pair<int64_t, int64_t> window, int compute_capability, int processors) {
+                                 std::pair<int64_t, int64_t> window, bool block_mask, int compute_capability,
+                                 int processors) {
   AttentionBackwardParams p;
   p.dtype = dtype == "float16" ? Dtype::kFloat16 : Dtype::kBFloat16;
   p.batch = batch;
@@ -204,6 +205,12 @@ AttentionChoice attention_choice(bool backward, const std::string& dtype, std::p
   std::tie(p.window_left, p.window_right) = window;
   p.query.seq_stride = p.key.seq_stride = p.dim;
   p.value.seq_stride = p.grad_out.seq_stride = p.dim_v;
+  constexpr int32_t kLists[2] = {};
+  if (block_mask) {
+    p.block_mask.keys_of_queries.data = p.block_mask.queries_of_keys.data = kLists;
+    p.block_mask.query_blocks = (p.seqlen_q + kMaskBlock - 1) / kMaskBlock;
+    p.block_mask.key_blocks = (p.seqlen_k + kMaskBlock - 1) / kMaskBlock;
+  }
   const rt::Device device{compute_capability, processors,
                           simt::Options{.compute_capability = compute_capability}.shared_bytes()};
   const auto choose = [&](auto tile) { return tile.choose(p, device); };
@@ -295,8 +302,9 @@ void bind_choices(py::module_& m) {
   m.def("cache_choice", cache_choice, py::arg("lengths"), py::arg("capacity"), py::arg("queries"), py::arg("heads"),
         py::arg("dim"), py::arg("compute_capability"), py::arg("processors"));
   m.def("attention_choice", attention_choice, py::arg("backward"), py::arg("dtype"), py::arg("lengths"),
-        py::arg("heads"), py::arg("dims"), py::arg("batch"), py::arg("window"), py::arg("compute_capability"),
-        py::arg("processors"),
+        py::arg("heads"), py::arg("dims"), py::arg("batch"), py::arg("window"), py::arg("block_mask"),
+        py::arg("compute_capability"), py::arg("processors"),
         "The tile that the launcher chooses for a device, and the steps of its blocks. lengths and heads are those of "
-        "queries and keys, dims those of queries and values; window is as in AttentionParams.");
+        "queries and keys, dims those of queries and values; window is as in AttentionParams. With a block mask the "
+        "steps are not those of its lists.");
 }

@@ -46,6 +46,7 @@ def tile_of(dims: tuple[int, int], backward: bool, arch: str) -> str:
             *(backward, "bfloat16", (queries, keys), (heads, heads), dims),
             batch=1,
             window=(-1, -1),
+            block_mask=False,
             compute_capability=int(arch[3:]),
             processors=4,
         )
