@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from typing import Any
@@ -298,6 +299,29 @@ def test_inductor() -> None:
         out = torch.compile(layer)(*given)
         torch.testing.assert_close(out, wanted)
         torch.testing.assert_close(torch.autograd.grad(out.sum(), given), torch.autograd.grad(wanted.sum(), given))
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiled_code_follows_the_switch(fullgraph: bool) -> None:
+    torch._dynamo.reset()
+    traced: list[bool] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        traced.append(any("cuda_ext" in str(node.target) for node in graph.graph.nodes))
+        return graph
+
+    given = tensors((40, 40), grad=False)
+
+    def layer(*each: Tensor) -> Tensor:
+        return flex_attention(*each, enable_gqa=True).sin()
+
+    compiled, wanted = torch.compile(layer, backend=backend, fullgraph=fullgraph), dense(*given, None, None)[0].sin()
+    for is_on in (False, True):
+        with flex.enable() if is_on else contextlib.nullcontext():
+            torch.testing.assert_close(compiled(*given), wanted)
+    assert traced == [False, True]
+    compiled(*given)
+    assert len(traced) == 2  # what was compiled before `enable()` is found again
 
 
 def test_a_mask_made_in_compiled_code() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -29,10 +30,17 @@ class Rerouted:
             raise RuntimeError(f"expected {own} to be a plain Python function, got {function!r}; undo what replaced it")
         self._function, self._code = function, function.__code__
         self.original = copy_of(function)
-        function.__code__ = _code(function.__name__, _parameters(self.original), module, name)
+        self._set(_code(function.__name__, _parameters(self.original), module, name))
 
     def restore(self) -> None:
-        self._function.__code__ = self._code
+        self._set(self._code)
+
+    def _set(self, code: types.CodeType) -> None:
+        self._function.__code__ = code
+        # Dynamo keeps the parameters of a function that it has traced, also after `torch.compiler.reset()`.
+        specs = getattr(sys.modules.get("torch._dynamo.variables.functions"), "_spec_cache", None)
+        if specs is not None:
+            specs.pop(self._function, None)
 
 
 def copy_of(function: types.FunctionType) -> Callable[..., Any]:
