@@ -385,8 +385,8 @@ LOOP_LIMITS = {  # field of Rule and Loop -> what it counts, and what to do abou
 }
 
 
-# Bytes of local memory that ptxas 13.0 is known to use, by the beginning of the kernel's name, a regular expression: at
-# the limit of 255 registers a few loads for each tile of keys, with options and block masks; and the arguments of printf.
+# Bytes of local memory that ptxas 13.0 is known to use, by a regular expression for the beginning of the kernel's name:
+# at the limit of 255 registers a few loads for each tile, with options and block masks; and the arguments of printf.
 KNOWN_LOCAL = {
     r"attention_cache_sm80<CacheForward<float, CacheConfig\{256, ": 16,
     r"attention_fwd_sm80<Forward<float, ForwardConfig\{256, .* true>>": 8,
