@@ -32,6 +32,7 @@ class _Options(LogitOptions, total=False):
     cache_batch_idx: Tensor | None
     cache_leftpad: Tensor | None
     block_table: Tensor | None
+    tree_mask: Tensor | None
     rotary_cos: Tensor | None
     rotary_sin: Tensor | None
     rotary_interleaved: bool
@@ -83,6 +84,7 @@ def flash_attention_with_kvcache(
     cache_batch_idx: Tensor | None = None,
     cache_leftpad: Tensor | None = None,
     block_table: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     rotary_interleaved: bool = True,
@@ -122,13 +124,20 @@ def flash_attention_with_kvcache(
         cache_leftpad: `(B,)`, int32: rows at the start of a sequence that are not keys. They count in `cache_seqlens`.
         block_table: `(B, n)`, int32: row `r` of sequence `b` is row `r % page_size` of page
             `block_table[b, r // page_size]`. Entries beyond the sequence may have any value.
+        tree_mask: `(Sq, Sq)` or `(B, Sq, Sq)`, bool, any strides, for speculative decoding (SpecInfer, arXiv
+            2305.09781). The newest `Sq` keys of the cache, new ones included, are those of the queries themselves:
+            query `i` sees the `j`-th of them if element `(i, j)` is True, and earlier keys as without it. Where a
+            sequence has fewer keys, the first columns stand for none. `window` hides keys in addition, by their
+            distance in rows of the cache, which is not that in the tree; `alibi_slopes` counts rows, too. Not with
+            `causal`. `BlockMask.tree(parents).to_dense()[0, 0]` makes one from the parent of each token.
         rotary_cos: `(positions, R / 2)`, dtype of `query`, with `R` a multiple of 16 up to `D`: the first `R` elements
             of a row are rotated. It needs as many positions as the cache has rows. Only with `key`.
         rotary_sin: the same.
         rotary_interleaved: rotate the pairs (0, 1), (2, 3), ... (GPT-J) or else (i, i + R / 2) (GPT-NeoX, Llama).
         rotary_positions: `(B,)`, int32: the position of the first new key and the first query, default
-            `cache_seqlens`. Beyond the table nothing is rotated. Query `i` is `i` positions further with `causal` or a
-            window; else all queries have the same position.
+            `cache_seqlens`. Beyond the table nothing is rotated. Query `i` is `i` positions further with `causal`, a
+            window or `tree_mask`; else all queries have the same position. New key `i` always is, so rotate the
+            branches of a tree yourself, by their depth.
         causal: hide the keys to the right of the diagonal, which is aligned bottom-right: the last query sees all.
         window: `(left, right)`, as in `flash_attention`; also `scale`, `softcap`, `alibi_slopes` and `sinks`.
         num_splits: into how many parts to split the keys of each sequence on a CUDA device, at most. 0 chooses by the
@@ -159,7 +168,7 @@ def flash_attention_with_kvcache(
     scalars["num_splits"] = num_splits
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((query.shape[0],), cache_seqlens, dtype=torch.int32, device=query.device)
-    where = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    where = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table, tree_mask)
     if key is None:
         if value is not None:
             raise RuntimeError(f"{NAMESPACE}::{op}: expected key with value, got key=None")

@@ -136,6 +136,9 @@ def attend(
         hidden |= distance < -left
     if right is not None:
         hidden |= distance > right
+    if (tree := options.get("tree_mask")) is not None:
+        newest = min(queries, len(k))
+        hidden[:, len(k) - newest :] |= ~tree[:, queries - newest :]
     logits = logits.masked_fill(hidden, -math.inf)
     if (sinks := options.get("sinks")) is not None:
         logits = torch.cat([sinks.to(precision).view(-1, 1, 1).expand(-1, queries, 1), logits], -1)
@@ -152,7 +155,8 @@ def expected(
     outs, lses = [], []
     rotary = {name: options.pop(f"rotary_{name}", None) for name in ("cos", "sin", "interleaved", "positions")}
     interleaved = rotary["interleaved"] is not False
-    moves = options.get("causal") or any(side is not None for side in options.get("window") or ())
+    sides = options.get("window") or ()
+    moves = options.get("causal") or options.get("tree_mask") is not None or any(side is not None for side in sides)
     for b, length in enumerate(cache.lengths):
         q, end = query[b], length
         first = length if rotary["positions"] is None else int(rotary["positions"][b])
@@ -170,8 +174,10 @@ def expected(
                 else:
                     row = int(cache.arguments["cache_batch_idx"][b]) if "cache_batch_idx" in cache.arguments else b
                     tensor[row, length + at] = new
-        slopes = options.get("alibi_slopes")
-        own = options if slopes is None or slopes.dim() == 1 else {**options, "alibi_slopes": slopes[b]}
+        own = dict(options)
+        for name, shared_dims in (("alibi_slopes", 1), ("tree_mask", 2)):
+            if (tensor := options.get(name)) is not None and tensor.dim() > shared_dims:
+                own[name] = tensor[b]
         out, lse = attend(q, cache.rows_of(cache.keys, b, end), cache.rows_of(cache.values, b, end), precision, **own)
         outs.append(out)
         lses.append(lse)

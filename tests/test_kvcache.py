@@ -48,6 +48,19 @@ def check(query: Tensor, cache: Cache, key: Tensor | None = None, value: Tensor 
     torch.testing.assert_close(ours.keys, in_float64.keys, atol=1e-3, rtol=1e-2, equal_nan=True)
 
 
+def random_tree(queries: int, batch: int) -> Tensor:
+    """Random bits rather than ancestors, in any layout: some rows may be empty."""
+    shape = (queries, queries) if random.random() < 0.5 else (batch, queries, queries)
+    mask = torch.rand(shape) < 0.5
+    if random.random() < 0.3:
+        mask = mask.mT
+    if random.random() < 0.2:
+        mask = torch.stack([mask, ~mask], -1)[..., 0]
+    if random.random() < 0.2:
+        mask = mask[..., :1, :].expand(mask.shape)
+    return mask
+
+
 def random_case(dtype: torch.dtype, dims: tuple[int, ...] = DIMS) -> None:
     dim = random.choice(dims)
     dim_v = dim if random.random() < 0.8 else random.choice(dims)
@@ -67,6 +80,9 @@ def random_case(dtype: torch.dtype, dims: tuple[int, ...] = DIMS) -> None:
     options: dict[str, Any] = {"causal": random.random() < 0.5, "num_splits": random.choice([0, 0, 1, 3])}
     if random.random() < 0.3:
         options["window"] = (random.choice([None, random.randint(0, longest)]), random.choice([None, 0, 7]))
+    if random.random() < 0.3:
+        options["causal"] = False
+        options["tree_mask"] = random_tree(queries, len(lengths))
     if random.random() < 0.2:
         options["softcap"] = 5.0
     if random.random() < 0.2:
@@ -218,6 +234,88 @@ class TestOnDevices:
             check(torch.randn(4, 1, 2, 64).bfloat16(), cache)
 
 
+TREE_SIZES = (1, 7, 64, 130)
+
+
+def chain(queries: int) -> Tensor:
+    return torch.ones(queries, queries, dtype=torch.bool).tril()
+
+
+class TestTreeMask:
+    @pytest.mark.parametrize("queries", TREE_SIZES)
+    @pytest.mark.parametrize("lengths", [(900, 300), (100, 5)], ids=str)
+    def test_a_chain_is_causal(self, queries: int, lengths: tuple[int, int]) -> None:
+        """Up to rounding: a causal call visits fewer keys."""
+        cache = make_cache(list(lengths), 1040, 2, 64, 64, torch.bfloat16, page_size=16, new_rows=queries)
+        query, key, value = (torch.randn(2, queries, heads, 64).bfloat16() for heads in (4, 2, 2))
+        results = []
+        for options in ({"causal": True}, {"tree_mask": chain(queries)}):
+            own = cache.clone()
+            results.append(
+                cuda_ext.flash_attention_with_kvcache(
+                    query, own.keys, own.values, key, value, **cache.arguments, num_splits=1, return_lse=True, **options
+                )
+            )
+        for causal, tree in zip(*results, strict=True):
+            torch.testing.assert_close(tree, causal, atol=1e-2, rtol=1e-2)
+
+    @pytest.mark.parametrize("queries", TREE_SIZES)
+    @pytest.mark.parametrize("num_splits", [0, 1, 3])
+    def test_a_star(self, queries: int, num_splits: int) -> None:
+        """Each query sees the root and itself; two heads of keys, left padding, sequences shorter than the tree."""
+        star = torch.eye(queries, dtype=torch.bool)
+        star[:, 0] = True
+        cache = make_cache([700, queries // 2, 0], 701, 2, 64, 64, torch.bfloat16, leftpad=True, batch_idx=True)
+        check(torch.randn(3, queries, 8, 64).bfloat16(), cache, tree_mask=star, num_splits=num_splits)
+
+    @pytest.mark.parametrize("queries", TREE_SIZES)
+    @pytest.mark.parametrize("page_size", [0, 16])
+    def test_random_bits_of_each_sequence(self, queries: int, page_size: int) -> None:
+        cache = make_cache([300, 40, 3], 450, 1, 64, 128, torch.float16, page_size=page_size, new_rows=queries)
+        new = [torch.randn(3, queries, 1, dim).half() for dim in (64, 128)]
+        mask = torch.rand(queries, 3, queries).transpose(0, 1) < 0.3
+        options: dict[str, Any] = {"softcap": 4.0, "alibi_slopes": torch.rand(4) * 0.1, "sinks": torch.randn(4)}
+        check(torch.randn(3, queries, 4, 64).half(), cache, *new, tree_mask=mask, **options)
+        check(torch.randn(3, queries, 4, 64).half(), cache, *new, tree_mask=mask, window=(50, 3))
+
+    def test_rows_without_keys(self) -> None:
+        """The whole sequence is the tree, of which the second query sees nothing."""
+        mask = chain(7)
+        mask[1] = False
+        cache = make_cache([7, 7], 64, 2, 64, 64, torch.bfloat16)
+        query = torch.randn(2, 7, 4, 64).bfloat16()
+        check(query, cache, tree_mask=mask)
+        out, lse = cuda_ext.flash_attention_with_kvcache(
+            query, cache.keys, cache.values, **cache.arguments, tree_mask=mask, return_lse=True
+        )
+        assert not out[:, 1].any() and (lse[:, :, 1] == -torch.inf).all()
+        assert out[:, 2:].any() and (lse[:, :, 2:] > -torch.inf).all()
+
+    @pytest.mark.parametrize(("queries", "prefix"), [(7, 0), (64, 200), (130, 70)])
+    def test_as_a_block_mask_without_a_cache(self, queries: int, prefix: int) -> None:
+        parents = [random.randint(-1, n - 1) for n in range(queries)]
+        rows = prefix + queries
+        query = torch.randn(1, queries, 4, 64)
+        key, value = torch.randn(1, rows, 2, 64), torch.randn(1, rows, 2, 64)
+        tree = cuda_ext.BlockMask.tree(parents).to_dense()[0, 0]
+        ours = cuda_ext.flash_attention_with_kvcache(query, key, value, tree_mask=tree, return_lse=True)
+        mask = cuda_ext.BlockMask.tree(parents, prefix)
+        theirs = cuda_ext.flash_attention(query, key, value, block_mask=mask, return_lse=True)
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, other, atol=1e-3, rtol=1e-3)
+
+    @pytest.mark.cpu_only("emulated as well")
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+    def test_where_there_is_no_kernel(self, dtype: torch.dtype) -> None:
+        """float64, and a head dim above 256."""
+        dim = 32 if dtype == torch.float64 else 300
+        cache = make_cache([50, 3, 0], 64, 2, dim, dim, dtype, page_size=16)
+        query, mask = torch.randn(3, 7, 4, dim).to(dtype), torch.rand(3, 7, 7) < 0.5
+        check(query, cache, tree_mask=mask)
+        with testing.emulated("sm_80"):
+            check(query, cache, tree_mask=mask)
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "length beyond the cache": ({"cache_seqlens": torch.tensor([65, 3]).int()}, "cache_seqlens between 0 and 64"),
     "negative length": ({"cache_seqlens": torch.tensor([-1, 3]).int()}, "cache_seqlens between 0 and 64"),
@@ -245,6 +343,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "rotary_dim a multiple of 16",
     ),
     "splits": ({"num_splits": -1}, "num_splits >= 0"),
+    "tree of floats": ({"tree_mask": torch.ones(1, 1)}, "tree_mask of dtype bool, got float32; convert it"),
+    "tree of other queries": (
+        {"tree_mask": torch.ones(2, 3, 3).bool()},
+        r"tree_mask of shape \(1, 1\) or \(2, 1, 1\), .* got \(2, 3, 3\)",
+    ),
+    "tree and causal": (
+        {"tree_mask": torch.ones(1, 1).bool(), "causal": True},
+        "causal=False with tree_mask, got True",
+    ),
     "another dtype": ({"query": torch.zeros(2, 1, 4, 64)}, "key_cache of dtype float32 to match query"),
     "a cache that would be copied": (
         {"key_cache": torch.zeros(2, 64, 2, 128).bfloat16()[..., ::2]},
@@ -287,6 +394,8 @@ class TestTransforms:
         where = (cache.arguments["cache_seqlens"], None, None, cache.arguments["block_table"])
         ops = torch.ops.cuda_ext
         torch.library.opcheck(ops.flash_attention_cached.default, (query, cache.keys, cache.values, *where))
+        tree = torch.rand(2, 1, 1) < 0.5
+        torch.library.opcheck(ops.flash_attention_cached.default, (query, cache.keys, cache.values, *where, tree))
         torch.library.opcheck(
             ops.flash_attention_with_kvcache.default, (query, cache.keys, cache.values, key, value, *where)
         )
@@ -295,8 +404,11 @@ class TestTransforms:
     def test_compiled_without_a_graph_break(self) -> None:
         query, cache, key, value = self.arguments()
 
+        tree = torch.ones(1, 1, dtype=torch.bool)
+
         def step(query: Tensor, keys: Tensor, values: Tensor, key: Tensor, value: Tensor, **where: Tensor) -> Tensor:
-            return cuda_ext.flash_attention_with_kvcache(query, keys, values, key, value, causal=True, **where) * 2
+            out = cuda_ext.flash_attention_with_kvcache(query, keys, values, key, value, causal=True, **where)
+            return out + cuda_ext.flash_attention_with_kvcache(query, keys, values, tree_mask=tree, **where)
 
         compiled = torch.compile(step, fullgraph=True)
         for length in (30, 31, 32):

@@ -166,6 +166,31 @@ DEVICE void copy_tile(const CachedAttentionParams& p, typename Kernel::Storage& 
                                               p.value_alignment);
 }
 
+// Hides the logits that a tree mask hides, for keys from `first_key` on.
+template <class Tiles, class RowAt>
+DEVICE void apply_tree_mask(typename Tiles::Accumulators& s, const KeyCache& cache, const TileRows& rows, int batch,
+                            int k_len, const RowAt& row_at, int first_key) {
+  const int queries = rows.count / rows.pack_gqa;
+  const int column = first_key + Tiles::column(arch::opaque_thread_index()) - (k_len - queries);  // within the tree
+#pragma unroll
+  for (int m = 0; m < Tiles::kRowTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row_at(m, half);
+      if (rows.first + row >= rows.count) continue;
+      const uint8_t* const mask =
+          cache.tree_mask + batch * cache.tree_strides[0] + rows.query(row) * cache.tree_strides[1];
+#pragma unroll
+      for (int n = 0; n < Tiles::kColumnTiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int key = column + Tiles::column_step(n) + e;
+          if (key >= 0 && key < queries && arch::load_global<uint8_t>(mask + key * cache.tree_strides[2]) == 0)
+            s[m][n][2 * half + e] = -INFINITY;
+        }
+    }
+}
+
 // Puts what the warps have of their rows into shared memory: sums, and the shares of the output.
 template <class Kernel>
 DEVICE void stage_parts(typename Kernel::Storage& shared, const OnlineSoftmax<1>& softmax, const RowSums<1>& sums,
@@ -296,6 +321,9 @@ DEVICE void attend_cached(const CachedAttentionParams& p, const CachePlan& plan,
       apply_mask<LogitTiles>(logits,
                              [&](int m, int half) { return visible.keys(rows.query(row_at(m, half))).from(origin); });
     }
+    if (p.cache.tree_mask != nullptr && first_key + kBlockN > visible.k_len - int(p.seqlen_q))
+      apply_tree_mask<LogitTiles>(logits, p.cache, rows, load_struct(shared.task.position).batch, visible.k_len, row_at,
+                                  first_key);
     // S becomes P; each warp has a maximum of its own.
     softmax.update(logits, out, sums, plan.factor);
     const int own_lines = Kernel::key_warp() * Kernel::kWarpKeys * WarpV::kLineBytes;

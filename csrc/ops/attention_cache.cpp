@@ -21,13 +21,14 @@
 namespace cuda_ext {
 namespace {
 
-#define CACHE_TENSORS_SCHEMA "Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None, Tensor? block_table=None, "
+#define CACHE_TENSORS_SCHEMA \
+  "Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None, Tensor? block_table=None, Tensor? tree_mask=None, "
 #define CACHE_OPTIONS_SCHEMA ATTENTION_LOGIT_SCHEMA ", int num_splits=0) -> (Tensor out, Tensor lse)"
 
-// The arguments that say where the keys of each sequence are.
+// The arguments that say where the keys of each sequence are, and which of the newest each query sees.
 struct CacheArguments {
   const Tensor &keys, &values;
-  OptionalTensor seqlens, batch_idx, leftpad, block_table;
+  OptionalTensor seqlens, batch_idx, leftpad, block_table, tree_mask;
 };
 
 // The new keys and values.
@@ -157,6 +158,22 @@ KeyCache key_cache_of(const char* op, const Tensor& query, const AttentionShape&
   return cache;
 }
 
+// The mask of the newest keys, (batch, queries, queries), which is read with any strides.
+Tensor check_tree_mask(const char* op, const Tensor& query, const AttentionShape& shape, const OptionalTensor& given,
+                       const AttentionOptions& o) {
+  if (!is_given(given)) return {};
+  const int64_t batch = shape.batch, count = shape.seqlen_q;
+  CUDA_EXT_CHECK(given->scalar_type() == at::kBool, op, "expected tree_mask of dtype bool, got ",
+                 dtype_name(given->scalar_type()), "; convert it with .bool()");
+  const bool fits =
+      given->sizes() == at::IntArrayRef{count, count} || given->sizes() == at::IntArrayRef{batch, count, count};
+  CUDA_EXT_CHECK(fits, op, "expected tree_mask of shape (", count, ", ", count, ") or (", batch, ", ", count, ", ",
+                 count, "), queries and their own keys, got ", shape_string(*given));
+  check_same_device(op, "tree_mask", *given, "query", query);
+  CUDA_EXT_CHECK(!o.causal, op, "expected causal=False with tree_mask, got True; tree_mask says which keys are hidden");
+  return given->expand({batch, count, count});
+}
+
 // Checks the new keys and the rotation.
 CacheAppendParams append_params(const char* op, const Tensor& query, const AttentionShape& shape,
                                 const CacheArguments& cache, const AppendArguments& a, bool queries_advance,
@@ -263,9 +280,17 @@ Tensor cached_rows(const CacheArguments& a, const Tensor& cache, int64_t batch, 
   return cache.index_select(0, table).flatten(0, 1).narrow(0, begin - first * page_size, end - begin).unsqueeze(0);
 }
 
+// A tree mask (queries, queries) with the keys before those of the tree, of `keys` in all: (1, 1, queries, keys).
+Tensor mask_of_tree(const Tensor& tree_mask, int64_t keys) {
+  const int64_t count = tree_mask.size(0), newest = std::min(count, keys);
+  const Tensor earlier = tree_mask.new_ones({count, keys - newest});
+  return at::cat({earlier, tree_mask.narrow(1, count - newest, newest)}, 1).unsqueeze(0).unsqueeze(0);
+}
+
 // On a CUDA device that has no kernel for the dtype or head dims: one sequence at a time, whose length the host reads.
 std::tuple<Tensor, Tensor> composed_cached(const char* op, const Tensor& query, const CacheArguments& a,
-                                           const AttentionShape& shape, int64_t appended, const AttentionOptions& o) {
+                                           const Tensor& tree_mask, const AttentionShape& shape, int64_t appended,
+                                           const AttentionOptions& o) {
   CUDA_EXT_CHECK(!is_capturing(query.device()), op,
                  "expected at most 32 bits and head dims up to 256 in a captured graph, got ",
                  dtype_name(query.scalar_type()), " and ", shape.dim, " and ", shape.dim_v,
@@ -284,6 +309,7 @@ std::tuple<Tensor, Tensor> composed_cached(const char* op, const Tensor& query, 
     const int64_t row = rows.empty() ? b : rows[size_t(b)];
     AttentionOptions own = o;
     if (is_given(o.alibi_slopes) && o.alibi_slopes->dim() == 2) own.alibi_slopes = o.alibi_slopes->select(0, b);
+    if (tree_mask.defined()) own.mask = mask_of_tree(tree_mask.select(0, b), end - begin);
     auto [out, lse] = composed_attention(query.narrow(0, b, 1), cached_rows(a, a.keys, b, row, begin, end),
                                          cached_rows(a, a.values, b, row, begin, end), own);
     outs.push_back(std::move(out));
@@ -311,9 +337,14 @@ std::tuple<Tensor, Tensor> attend(const char* op, const Tensor& query, const Cac
 
   IndexTensors indices;
   KeyCache cache = key_cache_of(op, query, shape, a, indices);
+  const Tensor tree_mask = check_tree_mask(op, query, shape, a.tree_mask, o);
+  if (tree_mask.defined()) {
+    cache.tree_mask = static_cast<const uint8_t*>(tree_mask.const_data_ptr());
+    std::copy_n(tree_mask.strides().begin(), 3, cache.tree_strides);
+  }
   CacheAppendParams new_rows;
   if (append != nullptr) {
-    const bool advance = o.causal || o.window_left.has_value() || o.window_right.has_value();
+    const bool advance = o.causal || tree_mask.defined() || o.window_left.has_value() || o.window_right.has_value();
     new_rows = append_params(op, query, shape, a, *append, advance, indices);
   }
   if (!on_cuda && query.is_cpu()) check_values(op, shape, cache, a.keys.size(0), new_rows.count);
@@ -326,7 +357,7 @@ std::tuple<Tensor, Tensor> attend(const char* op, const Tensor& query, const Cac
     cache.appended = new_rows.count;
   }
   if (on_cuda && !has_attention_kernel(*cuda, query, shape.dim, shape.dim_v, /*backward=*/false))
-    return composed_cached(op, queries, a, shape, cache.appended, o);
+    return composed_cached(op, queries, a, tree_mask, shape, cache.appended, o);
 
   AttentionShape computed = shape;
   const bool pads = on_cuda && is_padded(shape);
@@ -367,25 +398,28 @@ AttentionOptions options_of(const OptionalTensor& alibi_slopes, const OptionalTe
   return {{}, {}, alibi_slopes, sinks, {}, {}, {}, {}, {}, {}, {}, ATTENTION_LOGIT_NAMES};
 }
 
-std::tuple<Tensor, Tensor> flash_attention_cached(
-    const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const OptionalTensor& cache_seqlens,
-    const OptionalTensor& cache_batch_idx, const OptionalTensor& cache_leftpad, const OptionalTensor& block_table,
-    const OptionalTensor& alibi_slopes, const OptionalTensor& sinks, ATTENTION_LOGIT_SCALARS, int64_t num_splits) {
+std::tuple<Tensor, Tensor> flash_attention_cached(const Tensor& query, const Tensor& key_cache,
+                                                  const Tensor& value_cache, const OptionalTensor& cache_seqlens,
+                                                  const OptionalTensor& cache_batch_idx,
+                                                  const OptionalTensor& cache_leftpad,
+                                                  const OptionalTensor& block_table, const OptionalTensor& tree_mask,
+                                                  const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
+                                                  ATTENTION_LOGIT_SCALARS, int64_t num_splits) {
   return attend("flash_attention_with_kvcache", query,
-                {key_cache, value_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table}, nullptr,
-                options_of(alibi_slopes, sinks, ATTENTION_LOGIT_NAMES), num_splits);
+                {key_cache, value_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, tree_mask},
+                nullptr, options_of(alibi_slopes, sinks, ATTENTION_LOGIT_NAMES), num_splits);
 }
 
 std::tuple<Tensor, Tensor> flash_attention_with_kvcache(
     const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& key, const Tensor& value,
     const OptionalTensor& cache_seqlens, const OptionalTensor& cache_batch_idx, const OptionalTensor& cache_leftpad,
-    const OptionalTensor& block_table, const OptionalTensor& rotary_cos, const OptionalTensor& rotary_sin,
-    const OptionalTensor& rotary_positions, const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
-    bool rotary_interleaved, ATTENTION_LOGIT_SCALARS, int64_t num_splits) {
+    const OptionalTensor& block_table, const OptionalTensor& tree_mask, const OptionalTensor& rotary_cos,
+    const OptionalTensor& rotary_sin, const OptionalTensor& rotary_positions, const OptionalTensor& alibi_slopes,
+    const OptionalTensor& sinks, bool rotary_interleaved, ATTENTION_LOGIT_SCALARS, int64_t num_splits) {
   const AppendArguments append{key, value, rotary_cos, rotary_sin, rotary_positions, rotary_interleaved};
   return attend("flash_attention_with_kvcache", query,
-                {key_cache, value_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table}, &append,
-                options_of(alibi_slopes, sinks, ATTENTION_LOGIT_NAMES), num_splits);
+                {key_cache, value_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, tree_mask},
+                &append, options_of(alibi_slopes, sinks, ATTENTION_LOGIT_NAMES), num_splits);
 }
 
 }  // namespace

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext._checks import check, check_same_device, check_same_dtype, check_shape, shape_of
+from cuda_ext._checks import check, check_same_device, check_same_dtype, check_shape, dtype_name, has_shape, shape_of
 from cuda_ext._rules.attention_fakes import out_and_lse
 from cuda_ext._toolchain import NAMESPACE
 
@@ -37,6 +37,18 @@ def _check_cache(
             check(is_right, _OP, f"{wanted}, got {shape_of(indices)} and dtype {indices.dtype}")
 
 
+def _check_tree_mask(query: Tensor, tree_mask: Tensor | None, options: dict[str, Any]) -> None:
+    if tree_mask is None:
+        return
+    check(tree_mask.dtype == torch.bool, _OP, f"expected tree_mask of dtype bool, got {dtype_name(tree_mask.dtype)}")
+    batch, count = query.shape[:2]
+    wanted = f"expected tree_mask of shape ({count}, {count}) or ({batch}, {count}, {count})"
+    fits = any(has_shape(tree_mask, shape) for shape in ((count, count), (batch, count, count)))
+    check(fits, _OP, f"{wanted}, queries and their own keys, got {shape_of(tree_mask)}")
+    check_same_device(_OP, "query", query, tree_mask=tree_mask)
+    check(not options.get("causal"), _OP, "expected causal=False with tree_mask, got True")
+
+
 @torch.library.register_fake(f"{NAMESPACE}::flash_attention_cached")
 def _(
     query: Tensor,
@@ -46,10 +58,12 @@ def _(
     cache_batch_idx: Tensor | None = None,
     cache_leftpad: Tensor | None = None,
     block_table: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     *more: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     _check_cache(query, key_cache, value_cache, cache_seqlens, block_table)
+    _check_tree_mask(query, tree_mask, options)
     return out_and_lse(query, value_cache)
 
 
@@ -64,10 +78,12 @@ def _(
     cache_batch_idx: Tensor | None = None,
     cache_leftpad: Tensor | None = None,
     block_table: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     *more: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     _check_cache(query, key_cache, value_cache, cache_seqlens, block_table)
+    _check_tree_mask(query, tree_mask, options)
     check(cache_seqlens is not None, _OP, "expected cache_seqlens with key, because new rows follow them, got None")
     for name, tensor, cache in (("key", key, key_cache), ("value", value, value_cache)):
         expected = (query.shape[0], key.shape[1], cache.shape[2], cache.shape[3])

@@ -169,6 +169,13 @@ struct RowTile {
         apply_bias_values(data, logits + j, load_bias<T>(data + (j_begin + j) * strides[3], strides[3], count));
       });
     });
+    for_tree_mask(p.cache, batch, i, s.k_len - s.q_len, j_begin, keys,
+                  [&](const uint8_t* mask, const int64_t (&strides)[3], int64_t first, int64_t count) {
+                    for_vectors<T>(count, [&](int64_t j, int64_t columns) {
+                      apply_bias_values(mask, logits + first + j,
+                                        load_bias<T>(mask + j * strides[2], strides[2], columns));
+                    });
+                  });
     const auto inside = [&](int64_t j) { return std::clamp<int64_t>(j - j_begin, 0, keys); };
     const T hidden = -std::numeric_limits<T>::infinity();
     std::fill(logits, logits + inside(visible.key_begin(i)), hidden);

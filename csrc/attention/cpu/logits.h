@@ -132,6 +132,19 @@ CUDA_EXT_INLINE void for_bias_and_mask(const AttentionParams& p, int64_t b, int6
   if (p.mask != nullptr) f(p.mask + row(p.mask_strides), p.mask_strides);
 }
 
+// Calls f(mask, strides, first, count) for those of keys [j_begin, j_begin + keys) that a tree mask is about: `count` from
+// `first` on. `mask` is the element of query i and the first of them. `oldest`: the first key of the tree, Sk - Sq.
+template <class F>
+CUDA_EXT_INLINE void for_tree_mask(const KeyCache& cache, int64_t b, int64_t i, int64_t oldest, int64_t j_begin,
+                                   int64_t keys, F&& f) {
+  if (cache.tree_mask == nullptr) return;
+  const int64_t first = std::max<int64_t>(0, oldest - j_begin);
+  const int64_t (&strides)[3] = cache.tree_strides;
+  if (first < keys)
+    f(cache.tree_mask + b * strides[0] + i * strides[1] + (j_begin + first - oldest) * strides[2], strides, first,
+      keys - first);
+}
+
 // ALiBi, causal and window, for keys [j_begin, j_begin + keys) and the panel of queries that starts at i_begin.
 // noinline, because most blocks need neither.
 template <int Vectors, class T>
@@ -205,13 +218,18 @@ struct HeadContext {
         batch(b),
         index(h) {}
 
-  // Applies bias, mask, ALiBi, causal and window to logits (keys, Vectors * lanes). What hides comes after the bias, so
+  // Applies bias, masks, ALiBi, causal and window to logits (keys, Vectors * lanes). What hides comes after the bias, so
   // that it overrides any bias.
   template <int Vectors>
   void apply_bias_and_mask(T* logits, int64_t i_begin, int64_t i_end, int64_t j_begin, int64_t keys) const {
     for_bias_and_mask<T>(p, batch, index, i_begin, [&](const auto* data, const int64_t (&strides)[4]) {
       add_bias(data + j_begin * strides[3], strides[2], strides[3], i_end - i_begin, keys, logits, Vectors * kLanes<T>);
     });
+    for_tree_mask(p.cache, batch, i_begin, diagonal, j_begin, keys,
+                  [&](const uint8_t* mask, const int64_t (&strides)[3], int64_t first, int64_t count) {
+                    add_bias(mask, strides[1], strides[2], i_end - i_begin, count, logits + first * Vectors * kLanes<T>,
+                             Vectors * kLanes<T>);
+                  });
     if (slope != 0 || !visible.all_visible(i_begin, i_end, j_begin, j_begin + keys))
       apply_alibi_and_window<Vectors>(visible, slope, diagonal, i_begin, j_begin, keys, logits);
   }
