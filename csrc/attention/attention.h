@@ -47,8 +47,8 @@ struct KeyCache {
   int64_t table_stride = 0;
   int64_t page_size = 0;
   int64_t pages = 0;
-  // Which of the newest seqlen_q keys each query sees, as bytes (batch, query, key): key Sk - seqlen_q + n is hidden from
-  // query i if element (i, n) is 0. Null: all are visible. Keys before the first of a sequence have elements, too.
+  // Which of the newest seqlen_q keys each query sees, as bytes (batch, query, key): key Sk - seqlen_q + n is hidden
+  // from query i if element (i, n) is 0. Null: all are visible. Keys before the first of a sequence have elements, too.
   const uint8_t* tree_mask = nullptr;
   int64_t tree_strides[3] = {};
 };

@@ -56,10 +56,12 @@ EXPORT void pairs_multiply_add(float* sum, const uint32_t* a, const uint32_t* b)
 }
 
 // One sequence: query, out, grad_out and grad_query are (queries, heads, dim or dim_v), contiguous and bfloat16, key,
-// value and their gradients (keys, heads_kv, ...). lse: (heads, queries) of float.
+// value and their gradients (keys, heads_kv, ...). lse: (heads, queries) of float. tree: a mask (queries, queries), or
+// null for a causal one; there are no gradients with it.
 EXPORT void pairs_attention(int64_t queries, int64_t keys, int64_t heads, int64_t heads_kv, int64_t dim, int64_t dim_v,
                             double scale, double softcap, void* query, void* key, void* value, void* grad_out,
-                            void* out, float* lse, void* grad_query, void* grad_key, void* grad_value) {
+                            void* out, float* lse, void* grad_query, void* grad_key, void* grad_value,
+                            const uint8_t* tree) {
   const auto view = [](void* data, int64_t heads, int64_t dim) {
     return cuda_ext::HeadsView{data, 0, heads * dim, dim};
   };
@@ -72,7 +74,10 @@ EXPORT void pairs_attention(int64_t queries, int64_t keys, int64_t heads, int64_
   p.dim_v = dim_v;
   p.seqlen_q = queries;
   p.seqlen_k = keys;
-  p.window_right = 0;
+  if (tree == nullptr) p.window_right = 0;
+  p.cache.tree_mask = tree;
+  p.cache.tree_strides[1] = queries;
+  p.cache.tree_strides[2] = 1;
   p.scale = scale;
   p.softcap = softcap;
   p.lse = lse;
@@ -85,5 +90,5 @@ EXPORT void pairs_attention(int64_t queries, int64_t keys, int64_t heads, int64_
   p.grad_key = view(grad_key, heads_kv, dim);
   p.grad_value = view(grad_value, heads_kv, dim_v);
   cuda_ext::cpu::modelled::attention_forward(p);
-  cuda_ext::cpu::modelled::attention_backward(p);
+  if (tree == nullptr) cuda_ext::cpu::modelled::attention_backward(p);
 }

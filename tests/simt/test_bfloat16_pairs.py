@@ -102,7 +102,7 @@ def test_attention(pairs: Any, queries: int, keys: int, dim: int, dim_v: int) ->
     sizes = [ctypes.c_int64(n) for n in (queries, keys, heads, heads_kv, dim, dim_v)]
     tensors = (query, key, value, grad_out, out, lse, grad_query, grad_key, grad_value)
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
-    pairs.pairs_attention(*sizes, ctypes.c_double(scale), ctypes.c_double(softcap), *pointers)
+    pairs.pairs_attention(*sizes, ctypes.c_double(scale), ctypes.c_double(softcap), *pointers, None)
 
     exact = [t.double()[None].requires_grad_() for t in (query, key, value)]
     want, want_lse = reference_attention(*exact, causal=True, scale=scale, softcap=softcap, return_lse=True)
@@ -114,6 +114,25 @@ def test_attention(pairs: Any, queries: int, keys: int, dim: int, dim_v: int) ->
     for got, exact_grad in zip((grad_query, grad_key, grad_value), grads):
         # A row's gradients use its rounded output, whose error of 2^-9 is multiplied by sums of a few values below 4.
         torch.testing.assert_close(got.double(), exact_grad[0], rtol=2**-8, atol=2**-6)
+
+
+# Few queries and many, more than the keys, and one; 64 is a head dim that tiles serve for few queries, too.
+@pytest.mark.parametrize("dim", [7, 64])
+@pytest.mark.parametrize(("queries", "keys"), [(4, 200), (12, 40), (40, 300), (19, 5), (1, 50)])
+def test_attention_with_a_tree_mask(pairs: Any, queries: int, keys: int, dim: int) -> None:
+    query, key, value = (torch.randn(n, h, dim).bfloat16() for n, h in ((queries, 4), (keys, 2), (keys, 2)))
+    out, lse = torch.full_like(query, torch.nan), torch.full((4, queries), torch.nan)
+    tree = torch.rand(queries, queries) < 0.5
+    sizes = [ctypes.c_int64(n) for n in (queries, keys, 4, 2, dim, dim)]
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (query, key, value, query, out, lse, query, key, value, tree)]
+    pairs.pairs_attention(*sizes, ctypes.c_double(dim**-0.5), ctypes.c_double(0), *pointers)
+
+    newest = min(queries, keys)
+    mask = torch.cat([torch.ones(queries, keys - newest, dtype=torch.bool), tree[:, queries - newest :]], 1)
+    exact = [t.double()[None] for t in (query, key, value)]
+    want, want_lse = reference_attention(*exact, attn_mask=mask, return_lse=True)
+    torch.testing.assert_close(lse, want_lse[0].float(), rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(out.double(), want[0], rtol=2**-8, atol=2**-7 if pairs.has_tiles else 1e-6)
 
 
 # The smallest normal number, and half of it in bfloat16, which is subnormal.

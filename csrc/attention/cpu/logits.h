@@ -132,8 +132,8 @@ CUDA_EXT_INLINE void for_bias_and_mask(const AttentionParams& p, int64_t b, int6
   if (p.mask != nullptr) f(p.mask + row(p.mask_strides), p.mask_strides);
 }
 
-// Calls f(mask, strides, first, count) for those of keys [j_begin, j_begin + keys) that a tree mask is about: `count` from
-// `first` on. `mask` is the element of query i and the first of them. `oldest`: the first key of the tree, Sk - Sq.
+// Calls f(mask, strides, first, count) for those of keys [j_begin, j_begin + keys) that a tree mask is about: `count`
+// from `first` on. `mask` is the element of query i and the first of them. `oldest`: the first key of the tree, Sk - Sq.
 template <class F>
 CUDA_EXT_INLINE void for_tree_mask(const KeyCache& cache, int64_t b, int64_t i, int64_t oldest, int64_t j_begin,
                                    int64_t keys, F&& f) {
@@ -218,8 +218,8 @@ struct HeadContext {
         batch(b),
         index(h) {}
 
-  // Applies bias, masks, ALiBi, causal and window to logits (keys, Vectors * lanes). What hides comes after the bias, so
-  // that it overrides any bias.
+  // Applies bias, masks, ALiBi, causal and window to logits (keys, Vectors * lanes). What hides comes after the bias,
+  // so that it overrides any bias.
   template <int Vectors>
   void apply_bias_and_mask(T* logits, int64_t i_begin, int64_t i_end, int64_t j_begin, int64_t keys) const {
     for_bias_and_mask<T>(p, batch, index, i_begin, [&](const auto* data, const int64_t (&strides)[4]) {
