@@ -52,6 +52,23 @@ def integers(op: str, name: str, values: Tensor | Sequence[Any], dims: Sequence[
     return tensor.to(device_of(device, tensor), torch.int64)
 
 
+def shifts_of(
+    op: str, queries: int, keys: int, q_lengths: Tensor | None, k_lengths: Tensor | None, device: Device
+) -> Tensor:
+    """int64 (B,), of each sequence: how far its last key is behind its last query, counted from its first ones."""
+    given = (q_lengths is None) == (k_lengths is None)
+    check(given, op, "expected both of q_lengths and k_lengths or none, got one; give the other")
+    if q_lengths is None or k_lengths is None:
+        return torch.full((1,), keys - queries, device=device_of(device))
+    q_lengths = integers(op, "q_lengths", q_lengths, (1,), device)
+    k_lengths = integers(op, "k_lengths", k_lengths, (1,), device)
+    what = f"expected q_lengths and k_lengths of as many sequences, at least one, got {len(q_lengths)} and"
+    check(len(q_lengths) == len(k_lengths) > 0, op, f"{what} {len(k_lengths)}")
+    what = f"expected q_lengths and k_lengths on one device, got {q_lengths.device} and {k_lengths.device}"
+    check(q_lengths.device == k_lengths.device, op, f"{what}; move one of them, or give device=")
+    return k_lengths - q_lengths
+
+
 def booleans(op: str, name: str, values: Tensor, device: Device) -> Tensor:
     """A bool tensor of 4 dimensions on the device."""
     check(isinstance(values, Tensor), op, f"expected {name} to be a tensor, got {type(values).__name__}")

@@ -138,10 +138,10 @@ def from_dense(mask: Tensor) -> Entries:
 # Masks of intervals
 
 
-def bounded(query: Tensor, shift: int, left: int | None, right: int | None, keys: int) -> Interval:
-    """The interval of keys from `left` before to `right` after position query + shift; None: unbounded."""
-    start = torch.zeros_like(query) if left is None else query + shift - left
-    end = torch.full_like(query, keys) if right is None else query + shift + right + 1
+def bounded(position: Tensor, left: int | None, right: int | None, keys: int) -> Interval:
+    """The interval of keys from `left` before to `right` after a position; None: unbounded."""
+    start = torch.zeros_like(position) if left is None else position - left
+    end = torch.full_like(position, keys) if right is None else position + right + 1
     return start, end
 
 
@@ -149,9 +149,14 @@ def both(first: Interval, second: Interval) -> Interval:
     return torch.maximum(first[0], second[0]), torch.minimum(first[1], second[1])
 
 
-def window(grid: Grid, shift: int, left: int | None, right: int | None, device: torch.device) -> Entries:
-    query = torch.arange(grid.queries, device=device)
-    return from_intervals(grid, [bounded(query, shift, left, right, grid.keys)])
+def positions(grid: Grid, shift: Tensor) -> Tensor:
+    """Of queries among the keys, (B, 1, Sq); shift: (B,)."""
+    return torch.arange(grid.queries, device=shift.device) + shift.view(-1, 1, 1)
+
+
+def window(grid: Grid, shift: Tensor, left: int | None, right: int | None) -> Entries:
+    """shift: (B,), from queries to their positions among the keys."""
+    return from_intervals(grid, [bounded(positions(grid, shift), left, right, grid.keys)])
 
 
 def prefix_lm(prefix: Tensor, length: int) -> Entries:
@@ -163,7 +168,7 @@ def prefix_lm(prefix: Tensor, length: int) -> Entries:
 
 def window_with_global(length: int, window: int, count: int, causal: bool, device: torch.device) -> Entries:
     query = torch.arange(length, device=device)
-    start, end = bounded(query, 0, window, window, length)
+    start, end = bounded(query, window, window, length)
     global_end = torch.where(query < count, length, count)
     if causal:
         end, global_end = query + 1, torch.minimum(global_end, query + 1)
@@ -210,8 +215,7 @@ def from_column_ranges(ranges: Tensor, causal: bool) -> Entries:
 
 def chunks(grid: Grid, shift: Tensor, size: int) -> Entries:
     """shift: (B,), from queries to their positions among the keys."""
-    position = torch.arange(grid.queries, device=shift.device) + shift.view(-1, 1, 1)
-    start = position.div(size, rounding_mode="floor") * size
+    start = positions(grid, shift).div(size, rounding_mode="floor") * size
     return from_intervals(grid, [(start, start + size)])
 
 
@@ -222,7 +226,7 @@ def documents_of_lengths(bounds: Tensor, length: int, near: tuple[int | None, in
     document = torch.searchsorted(bounds[:-1], query, right=True)
     start, end = bounds[document - 1], bounds[document]
     end = torch.where(query < bounds[-2], end, start)  # nothing past the last document
-    return from_intervals(Grid(1, 1, length, length), [both((start, end), bounded(query, 0, *near, length))])
+    return from_intervals(Grid(1, 1, length, length), [both((start, end), bounded(query, *near, length))])
 
 
 def documents_of_ids(ids: Tensor, near: tuple[int | None, int | None]) -> Entries:
@@ -236,7 +240,7 @@ def documents_of_ids(ids: Tensor, near: tuple[int | None, int | None]) -> Entrie
         return _scattered_documents(grid, label, near)
     ends = torch.cat([begins[:, 1:], torch.ones_like(begins[:, :1])], 1)
     end = torch.where(ends, place + 1, length).flip(1).cummin(1).values.flip(1)
-    start, end = both((label, end), bounded(place, 0, *near, length))
+    start, end = both((label, end), bounded(place, *near, length))
     return from_intervals(grid, [(start.unsqueeze(1), end.unsqueeze(1))])
 
 

@@ -15,7 +15,7 @@ from cuda_ext import _mask_lists as lists
 from cuda_ext import _mask_mods as mods
 from cuda_ext import _mask_plot as plots
 from cuda_ext._checks import check
-from cuda_ext._mask_arguments import Device, booleans, bounds_of, check_int, device_of, integers
+from cuda_ext._mask_arguments import Device, booleans, bounds_of, check_int, device_of, integers, shifts_of
 from cuda_ext._mask_lists import Entries, Grid, Lists
 from cuda_ext._mask_tiles import BLOCK, transpose_tiles, unpack_bits
 
@@ -262,16 +262,34 @@ class BlockMask:
     def causal(cls, Sq: int, Sk: int, *, bottom_right: bool = True, device: Device = None) -> BlockMask:
         """Query i sees keys ``j <= i + Sk - Sq``, as in `flash_attention`; ``j <= i`` without ``bottom_right``."""
         check_int("BlockMask.causal", 1, Sq=Sq, Sk=Sk)
-        shift = Sk - Sq if bottom_right else 0
-        return cls._from_entries(builders.window(Grid(1, 1, Sq, Sk), shift, None, 0, device_of(device)))
+        shift = torch.full((1,), Sk - Sq if bottom_right else 0, device=device_of(device))
+        return cls._from_entries(builders.window(Grid(1, 1, Sq, Sk), shift, None, 0))
 
     @classmethod
-    def window(cls, Sq: int, Sk: int, left: int | None, right: int | None, *, device: Device = None) -> BlockMask:
-        """Query i sees keys ``i + Sk - Sq - left <= j <= i + Sk - Sq + right``; None or -1: no bound on that
-        side. Bounds below -1 are on the other side of the diagonal: ``left=-2`` begins 2 keys after it."""
-        check_int("BlockMask.window", 1, Sq=Sq, Sk=Sk)
-        near = bounds_of("BlockMask.window", left=left, right=right)
-        return cls._from_entries(builders.window(Grid(1, 1, Sq, Sk), Sk - Sq, *near, device_of(device)))
+    def window(
+        cls,
+        Sq: int,
+        Sk: int,
+        left: int | None,
+        right: int | None,
+        *,
+        q_lengths: Tensor | None = None,
+        k_lengths: Tensor | None = None,
+        device: Device = None,
+    ) -> BlockMask:
+        """Query i sees keys ``i + Sk - Sq - left <= j <= i + Sk - Sq + right``.
+
+        Args:
+            left, right: None or -1: no bound on that side. Bounds below -1 are on the other side of the diagonal:
+                ``left=-2`` begins 2 keys after it.
+            q_lengths, k_lengths: ``(B,)`` of integers, for sequences that are shorter than Sq and Sk: ``Sk - Sq`` is
+                then ``k_length - q_length``, and there is one mask per sequence.
+        """
+        op = "BlockMask.window"
+        check_int(op, 1, Sq=Sq, Sk=Sk)
+        near = bounds_of(op, left=left, right=right)
+        shift = shifts_of(op, Sq, Sk, q_lengths, k_lengths, device)
+        return cls._from_entries(builders.window(Grid(len(shift), 1, Sq, Sk), shift, *near))
 
     @classmethod
     def chunks(
@@ -293,15 +311,7 @@ class BlockMask:
         """
         op = "BlockMask.chunks"
         check_int(op, 1, Sq=Sq, Sk=Sk, chunk_size=chunk_size)
-        given = (q_lengths is None) == (k_lengths is None)
-        check(given, op, "expected both of q_lengths and k_lengths or none, got one; give the other")
-        if q_lengths is None or k_lengths is None:
-            shift = torch.full((1,), Sk - Sq, device=device_of(device))
-        else:
-            q_lengths, k_lengths = (integers(op, "lengths", each, (1,), device) for each in (q_lengths, k_lengths))
-            what = f"expected q_lengths and k_lengths of one shape, got {len(q_lengths)} and {len(k_lengths)}"
-            check(len(q_lengths) == len(k_lengths) > 0, op, f"{what} sequences")
-            shift = k_lengths - q_lengths
+        shift = shifts_of(op, Sq, Sk, q_lengths, k_lengths, device)
         return cls._from_entries(builders.chunks(Grid(len(shift), 1, Sq, Sk), shift, chunk_size))
 
     @classmethod

@@ -113,6 +113,34 @@ def test_random_cases_of_packed_sequences(case: int, dtype: torch.dtype) -> None
     )
 
 
+@pytest.mark.cpu_only("kernels read these lists as others")
+@pytest.mark.parametrize("sides", [(-30, 170), (140, -20), (-2, None)], ids=str)
+def test_bands_beside_the_diagonals_of_packed_sequences(sides: tuple[int, int | None]) -> None:
+    """Sequences with more queries than keys, with fewer, with as many, and with none. Their diagonals end at the
+    last query and the last key."""
+    lengths = {"q_lengths": torch.tensor([300, 100, 0, 129, 1]), "k_lengths": torch.tensor([140, 389, 7, 129, 200])}
+    mask = BlockMask.window(300, 389, *sides, **lengths)
+    shifts = (lengths["k_lengths"] - lengths["q_lengths"]).view(-1, 1, 1, 1)
+    ahead = torch.arange(389) - (torch.arange(300).view(-1, 1) + shifts)
+    left, right = sides
+    dense = (ahead >= -left) & (ahead <= (999 if right is None else right))
+    tensors = {
+        name: torch.randn(int(lengths[of].sum()), heads, 16, requires_grad=True)
+        for name, of, heads in (("query", "q_lengths", 2), ("key", "k_lengths", 1), ("value", "k_lengths", 1))
+    }
+    cumulative = {
+        f"cu_seqlens_{of[0]}": torch.nn.functional.pad(each.cumsum(0), (1, 0)).int() for of, each in lengths.items()
+    }
+    assert_op_matches_reference(
+        functools.partial(cuda_ext.flash_attention_varlen, block_mask=mask),
+        functools.partial(reference_attention_varlen, attn_mask=dense),
+        {**tensors, **cumulative},
+        {"max_seqlen_q": 300, "max_seqlen_k": 389, "return_lse": True},
+        gradient_factor=GRADIENT_FACTOR,
+        atol=atol(tensors["value"]),
+    )
+
+
 # Lists as they may come
 
 

@@ -118,10 +118,24 @@ def random_bound() -> int | None:
     return random.choice([None, -1, 0, 1, 100, 128, 10**30, random.randint(0, 300), -random.randint(2, 200)])
 
 
+def random_lengths_of_both(queries: int, keys: int) -> tuple[dict[str, Tensor], list[int]]:
+    """Arguments of a builder, and how far each sequence's last key is behind its last query."""
+    if random.random() < 0.5:
+        return {}, [keys - queries]
+    count = random.choice([1, 2, 4])
+    q_lengths, k_lengths = (
+        torch.tensor([random.choice([0, 1, most, random.randint(0, most)]) for _ in range(count)])
+        for most in (queries, keys)
+    )
+    return {"q_lengths": q_lengths, "k_lengths": k_lengths.int()}, (k_lengths - q_lengths).tolist()
+
+
 def window() -> tuple[BlockMask, Tensor]:
     queries, keys, left, right = size(), size(), random_bound(), random_bound()
+    lengths, shifts = random_lengths_of_both(queries, keys)
     i, j = positions(queries, keys)
-    return BlockMask.window(queries, keys, left, right), near(i + keys - queries, j, left, right)[None, None]
+    dense = torch.stack([near(i + shift, j, left, right) for shift in shifts])
+    return BlockMask.window(queries, keys, left, right, **lengths), dense[:, None]
 
 
 def document_options() -> dict[str, Any]:
@@ -192,10 +206,7 @@ def chunks() -> tuple[BlockMask, Tensor]:
     def dense(shift: int) -> Tensor:
         return (torch.arange(queries) + shift).unsqueeze(1).div(length, rounding_mode="floor") == j // length
 
-    if random.random() < 0.5:
-        return BlockMask.chunks(queries, keys, length), dense(keys - queries)[None, None]
-    lengths = {"q_lengths": torch.tensor([queries, 1, 0]), "k_lengths": torch.tensor([0, keys, keys]).int()}
-    shifts = (lengths["k_lengths"] - lengths["q_lengths"]).tolist()
+    lengths, shifts = random_lengths_of_both(queries, keys)
     return BlockMask.chunks(queries, keys, length, **lengths), torch.stack([dense(n) for n in shifts])[:, None]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -210,6 +211,18 @@ ARGUMENTS: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: M.window(3, 3, 1.5, 0),
         "BlockMask.window: expected left to be an int, or None or -1 for no bound, got 1.5",
+    ),
+    *(
+        (lambda build=build, given=given: build(**dict(zip(("q_lengths", "k_lengths"), given))), message)
+        for build in (functools.partial(M.window, 3, 3, 0, 0), functools.partial(M.chunks, 3, 3, 2))
+        for *given, message in (
+            (ones(2).int(), "expected both of q_lengths and k_lengths or none, got one; give the other"),
+            (ones(2).int(), ones(2), "expected k_lengths of an integer dtype, got float32"),
+            (ones(2, 1).int(), ones(2).int(), r"expected q_lengths with 1 dimensions, got shape \(2, 1\)"),
+            (ones(2).int(), ones(3).int(), "q_lengths and k_lengths of as many sequences, at least one, got 2 and 3"),
+            (ones(0).int(), ones(0).int(), "of as many sequences, at least one, got 0 and 0"),
+            (ones(2).int(), ones(2).int().to("meta"), "q_lengths and k_lengths on one device, got cpu and meta; move"),
+        )
     ),
     (lambda: M.documents(), "documents: expected one of cu_seqlens and ids, got 0; give one of them"),
     (lambda: M.documents([0, 3], ids=torch.zeros(3).int()), "expected one of cu_seqlens and ids, got 2"),
