@@ -80,8 +80,7 @@ def check_numbers(
 ) -> None:
     """The checks of fake kernels."""
     for name, side in (("left", window_left), ("right", window_right)):
-        expected = f"expected window {name} to be >= 0 or None (unbounded), got {side}"
-        check(side is None or side >= 0, op, expected)
+        check(side is None or side >= 0, op, _expected_side(name, side))
     check(scale is None or is_finite(scale), op, f"expected a finite scale, got {number_text(scale)}")
     check(
         is_finite(softcap) and softcap >= 0,
@@ -97,7 +96,7 @@ def _window_sides(op: str, window: Window | None) -> Window:
         return None, None
     try:
         left, right = window
-        return _window_side(left), _window_side(right)
+        return _window_side(op, "left", left), _window_side(op, "right", right)
     except (TypeError, ValueError):
         raise RuntimeError(
             f"{NAMESPACE}::{op}: expected window to be None or (left, right), each a number of keys or None, "
@@ -105,5 +104,19 @@ def _window_sides(op: str, window: Window | None) -> Window:
         ) from None
 
 
-def _window_side(side: Any) -> int | None:
-    return side if side is None else index(side)
+def _window_side(op: str, name: str, side: Any) -> int | None:
+    if side is None:
+        return None
+    keys = index(side)
+    if keys >= 0:
+        return keys
+    # Other packages write -1 for no bound, so that no negative number may quietly be a bound here.
+    remedy = "give None for no bound"
+    if keys < -1:
+        to = "flash_attention or flash_attention_varlen"
+        remedy = f"for a band beside the diagonal give block_mask=BlockMask.window(...) to {to}"
+    raise RuntimeError(f"{NAMESPACE}::{op}: {_expected_side(name, keys)}; {remedy}")
+
+
+def _expected_side(name: str, side: int | None) -> str:
+    return f"expected window {name} to be >= 0 or None (unbounded), got {side}"

@@ -446,8 +446,17 @@ P = "cuda_ext::flash_attention: expected "
         ((Q[:1], K, V), {}, P + "key of batch 1 to match query (1, 5, 4, 8), got (2, 7, 2, 8)"),
         ((Q[:, :, :3], K, V), {}, P + "the heads of query to be a multiple of the heads of key, got 3 and 2"),
         ((Q, K[:, :, :0], V[:, :, :0]), {}, P + "the heads of query to be a multiple of the heads of key, got 4 and 0"),
-        ((Q, K, V), {"window": (-1, 0)}, P + "window left to be >= 0 or None (unbounded), got -1"),
-        ((Q, K, V), {"window": (0, -3)}, P + "window right to be >= 0 or None (unbounded), got -3"),
+        (
+            (Q, K, V),
+            {"window": (-1, 0)},
+            P + "window left to be >= 0 or None (unbounded), got -1; give None for no bound",
+        ),
+        (
+            (Q, K, V),
+            {"window": (0, -3)},
+            P + "window right to be >= 0 or None (unbounded), got -3; for a band beside the diagonal "
+            "give block_mask=BlockMask.window(...) to flash_attention or flash_attention_varlen",
+        ),
         ((Q, K, V), {"window": 3}, P + "window to be None or (left, right), each a number of keys or None, got 3"),
         (
             (Q, K, V),
@@ -527,6 +536,16 @@ P = "cuda_ext::flash_attention: expected "
 )
 def test_bad_input(arguments: tuple[Tensor, ...], options: dict[str, Any], message: str) -> None:
     refused(cuda_ext.flash_attention, arguments, options, message)
+
+
+def test_negative_windows_of_compiled_code_and_of_ops() -> None:
+    """The ops themselves have no remedy: they do not know of block masks as objects."""
+    compiled = torch.compile(cuda_ext.flash_attention, backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"expected window left to be >= 0 .*, got -3; for a band .*=BlockMask\.win"):
+        compiled(Q, K, V, window=(-3, 5))
+    for tensors in ((Q, K, V), tuple(t.to("meta") for t in (Q, K, V))):
+        with pytest.raises(RuntimeError, match=r"expected window left to be >= 0 or None \(unbounded\), got -3"):
+            ops.flash_attention(*tensors, window_left=-3)
 
 
 def refused(function: Callable[..., Any], arguments: tuple[Tensor, ...], options: dict[str, Any], message: str) -> None:
