@@ -248,6 +248,39 @@ def test_blocks_that_are_not_listed_are_not_read(dtype: torch.dtype, backend: st
     assert_same_bits([t[:, rows] for t in (found[0], *found[2:])], [t[:, rows] for t in (good[0], *good[2:])])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_several_batches_and_heads_share_one_pool(dtype: torch.dtype, backend: str) -> None:
+    """Tiles that no list names hold any bits. Each key head of each batch has NaN in a block of its own, which none of
+    its query heads lists, but others do."""
+    if dtype == torch.float64 and backend != "cpu":
+        pytest.skip("composed of other ops, which read all")
+    batch, heads, heads_kv, sq, sk = 2, 4, 2, 200, 500
+    spoilt = torch.arange(batch * heads_kv).view(batch, heads_kv)  # the blocks of keys, all different
+    hidden = torch.arange(sk) // 128 == spoilt.repeat_interleave(heads // heads_kv, 1)[:, :, None, None]
+    dense = torch.rand(1, heads, sq, sk) < 0.5
+    dense[:, 1, :128, 256:384] = True  # a full block
+    mask = BlockMask.from_dense(dense & ~hidden)
+    assert mask.shape == (batch, heads, sq, sk) and len(mask.tiles) < mask.partial_blocks() < mask.visible_blocks()
+    tensors = qkv(batch, sq, sk, heads, heads_kv, 16, 24, dtype)
+    good = outputs(tensors, block_mask=mask)
+    assert all(each.isfinite().all() for each in good)
+
+    pool = torch.randint(-(2**31), 2**31, (2 * len(mask.tiles) + 1, 128, 4)).int()
+    pool[1::2] = mask.tiles
+    fields = [f"{side}_{name}" for side in ("kv", "q") for name in ("counts", "indices", "tiles")]
+    lists = {name: getattr(mask, name) for name in fields}
+    for name in ("kv_tiles", "q_tiles"):
+        lists[name] = torch.where(lists[name] >= 0, 2 * lists[name] + 1, lists[name])
+    shared = BlockMask((sq, sk), tiles=pool, check=False, **lists)
+    bad = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    for b, head in torch.cartesian_prod(torch.arange(batch), torch.arange(heads_kv)).tolist():
+        block = int(spoilt[b, head])
+        for name in ("key", "value"):
+            bad[name][b, block * 128 : (block + 1) * 128, head] = torch.nan
+    found = outputs({name: tensor.requires_grad_() for name, tensor in bad.items()}, block_mask=shared)
+    assert_same_bits(found, good)
+
+
 def test_dropout_has_the_numbers_of_a_call_without_lists() -> None:
     mask = BlockMask.documents([0, 100, 391], causal=True)
     tensors = qkv(1, 391, 391, 2, 1, 16, 16, torch.float32)
