@@ -34,7 +34,7 @@
 // Options        A second instantiation supports all that has_options (attention_plan.h) counts, by run-time flags. The
 //                gradient of a bias is added to global memory by float32 reductions.
 // Block mask     Also in the second instantiation. The loop goes through the lists of the block's keys, of one head
-//                after the other, and thread's bits of a step are those of its keys, as in attention_fwd_sm80.cuh.
+//                after the other, and a thread's bits of a step are those of its keys, as in attention_fwd_sm80.cuh.
 #pragma once
 
 #include <cstddef>

@@ -344,7 +344,8 @@ DEVICE void multiply_probs(float (&grad)[row_tiles][column_tiles][4],
       for (int q = 0; q < 4; ++q) grad[m][n][q] *= probs[m][n][q];
 }
 
-// A score that a block mask hides from a kernel that modifies logits. No product is it.
+// The score of a pair that a block mask hides, in a kernel that modifies logits. No product of queries and keys has
+// this value.
 constexpr float kHiddenScore = -3.4028234e38f;
 
 // Hides the scores of a step that a block mask hides.
