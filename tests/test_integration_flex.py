@@ -165,6 +165,9 @@ def test_captures() -> None:
     assert before == (key(make(table)), key(Holder([table])), key(make(make(table))))
     table[1] = 2
     assert not set(before) & {key(make(table)), key(Holder([table])), key(make(make(table)))}
+    form, others = captures_of(make(table)).form, [torch.ones(3), torch.ones(4), torch.ones(3).double()]
+    assert [captures_of(make(other)).form == form for other in others] == [True, False, False]
+    assert captures_of(make(table.long())).form != captures_of(make(table.long() + 1)).form
     assert captures_of(Holder([table])).is_complete
     with torch.inference_mode():
         other = torch.zeros(3)

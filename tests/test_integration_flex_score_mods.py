@@ -116,8 +116,9 @@ def test_alibi_has_no_table_if_attention_has_it(monkeypatch: pytest.MonkeyPatch)
     assert_same(given, SERVED["alibi"], block_mask("causal", (150, 150)))
     given = tensors((150, 170), dtype=torch.float32)
     assert_same(given, lambda s, b, h, q, k: s - 0.5 * (q + 20 - k).abs(), None)
+    assert_same(given, lambda s, b, h, q, k: s + 0.5 * (k - q), None)
     with flex.enable(), pytest.raises(NotImplementedError, match="backward on CPU"):
-        flex_attention(*given, lambda s, b, h, q, k: s + 0.5 * (k - q), enable_gqa=True)
+        flex_attention(*given, lambda s, b, h, q, k: s + torch.sin(k * q), enable_gqa=True)
     assert list(flex.calls()["refused"]) == ["score_mod needs a bias of more than 100 elements"]
 
 

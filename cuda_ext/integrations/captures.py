@@ -6,13 +6,14 @@ import builtins
 import enum
 import functools
 import types
+import weakref
 from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Captures", "captures_of"]
+__all__ = ["Captures", "References", "captures_of"]
 
 _CONSTANTS: tuple[type, ...] = (int, float, bool, complex, str, bytes, type(None), type(Ellipsis), range, enum.Enum)
 _CONSTANTS += (torch.dtype, torch.device, torch.layout, torch.Size)
@@ -25,6 +26,18 @@ class Captures(NamedTuple):
     key: tuple[Hashable, ...]  # equal keys mean equal behaviour, if complete, while `tensors` are alive
     tensors: list[Tensor]
     is_complete: bool  # False: something was found whose changes would not be noticed
+    form: tuple[Hashable, ...]  # the key, but floating-point tensors count by dtype, device and shape only
+
+
+class References:
+    """To tensors that are not kept alive."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._own = [weakref.ref(each) for each in tensors]
+
+    def are_to(self, tensors: list[Tensor]) -> bool:
+        """False if another tensor has taken the identity of one."""
+        return all(own() is each for own, each in zip(self._own, tensors, strict=True))
 
 
 def captures_of(*roots: Any) -> Captures:
@@ -33,12 +46,14 @@ def captures_of(*roots: Any) -> Captures:
     walk = _Walk()
     for root in roots:
         walk.visit(root)
-    return Captures(tuple(walk.key), walk.tensors, walk.is_complete)
+    form = tuple(walk.forms.get(place, each) for place, each in enumerate(walk.key))
+    return Captures(tuple(walk.key), walk.tensors, walk.is_complete, form)
 
 
 class _Walk:
     def __init__(self) -> None:
         self.key: list[Hashable] = []
+        self.forms: dict[int, Hashable] = {}  # of floating-point tensors, by their places in `key`
         self.tensors: list[Tensor] = []
         self.is_complete = True
         self._seen: dict[int, int] = {}
@@ -64,16 +79,19 @@ class _Walk:
 
     def _tensor(self, tensor: Tensor) -> None:
         self.tensors.append(tensor)
-        self.key += (id(tensor), tensor.requires_grad)
+        if tensor.is_floating_point():
+            self.forms[len(self.key)] = (tensor.dtype, tensor.device, tuple(tensor.shape))
+        own: tuple[Hashable, ...] = (id(tensor), tensor.requires_grad)
         try:
             if not tensor.is_inference():
-                self.key += (tensor.data_ptr(), tensor._version, tuple(tensor.shape), tensor.stride())
+                own += (tensor.data_ptr(), tensor._version, tuple(tensor.shape), tensor.stride())
             elif tensor.numel() <= _MAX_VALUES:
-                self.key += (tuple(tensor.shape), tuple(tensor.flatten().tolist()))
+                own += (tuple(tensor.shape), tuple(tensor.flatten().tolist()))
             else:
                 self.is_complete = False
         except RuntimeError:  # a tensor without memory
             self.is_complete = False
+        self.key.append(own)
 
     def _cell(self, cell: types.CellType) -> None:
         try:

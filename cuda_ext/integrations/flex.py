@@ -17,14 +17,16 @@ served runs in PyTorch.
 - heads in groups, a batch of 1 for keys, values of another head dim;
 - a score_mod that is ``softcap(factor * score) + bias``: the identity, ``score * 2``, ``cap * tanh(score / cap)``,
   ALiBi, masks by -inf, and any function of (b, h, q_idx, kv_idx) that is added, with the gradient of tensors it
-  captures. A bias is a table of the dimensions that it depends on, of at most `MAX_BIAS` elements; ALiBi has no table
-  if it is symmetric, or if the mask is causal;
+  captures. A bias that depends on the distance of query and key alone has one element for each distance; ALiBi is
+  passed as slopes if it is symmetric, or if the mask is causal. Any other is a table of the dimensions that it depends
+  on, of at most `MAX_BIAS` elements;
 - `return_lse`, and `return_aux` without max_scores. `kernel_options`, which choose PyTorch's kernels, are not read.
 
-A score_mod is recognised by evaluating it (`flex_score_mods`), at each call if it captures tensors, which takes about
-50 ns an element of the bias on a CPU: at all positions, but for ALiBi that is too large for a table only in some rows
-and columns. One that differs only at scores that are not tried gives wrong results. Only -inf in its bias hides keys;
-NaN or +inf there are refused, also where the mask hides them.
+A score_mod is recognised by evaluating it at all positions (`flex_score_mods`), at each call if it captures tensors,
+which takes about 50 ns an element of the bias on a CPU. If distances alone count, all positions are evaluated once, and
+then each distance, with some rows and columns (`flex_distances`); if there are more than `MAX_BIAS`, these from the
+start. One that differs only at scores that are not tried gives wrong results. Only -inf in its bias hides keys; NaN or
++inf there are refused, also where the mask hides them.
 
 Under `torch.compile` a call with neither score_mod nor block_mask stays in the graph. Others break it, because values
 decide, and run between the parts: so does `torch.compile(flex_attention)`, even if it was compiled before `enable()`.
@@ -246,6 +248,7 @@ def _attention(
         softcap=modification.softcap,
         alibi_slopes=modification.alibi_slopes,
         attn_bias=modification.attn_bias,
+        relative_bias=modification.relative_bias,
         block_mask=None if mask is None else mask.mask,
         return_lse=True,
     )

@@ -2,8 +2,9 @@
 
 A score_mod is served if it is ``softcap(factor * score) + bias(b, h, q, kv)``. It is recognised by evaluation: first of
 many scores, from tiny to huge, at some positions, for the factor and the cap; then of one random score at all positions
-that it depends on, which must give the same form. Which of b, h, q and kv it depends on is exact: `torch.vmap` leaves
-out the dimensions that it does not use.
+that it depends on, which must give the same form. If a bias depends on the distance of key and query alone, this is
+done once, and then in some rows and columns (`flex_distances`). Which of b, h, q and kv it depends on is exact:
+`torch.vmap` leaves out the dimensions that it does not use.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cuda_ext._mask_mods import GatherIndexing
-from cuda_ext.integrations.captures import captures_of
+from cuda_ext.integrations.captures import Captures, References, captures_of
+from cuda_ext.integrations.flex_distances import Distances, bias_of_distances, has_derivative, slopes_of
 
 __all__ = ["MAX_BIAS", "Modification", "NotServed", "Positions", "recognise"]
 
@@ -59,6 +62,7 @@ class Form(NamedTuple):
     softcap: float = 0.0
     depends: tuple[bool, ...] = (False, False, False, False)  # the bias, on b, h, q, kv
     has_bias: bool = False
+    is_of_distances: bool = False  # the bias
     slopes: Tensor | None = None  # (H,): the bias is -slope * |d|, or if `is_signed` slope * d, as in flash_attention
     is_signed: bool = False
 
@@ -74,9 +78,10 @@ class Modification(NamedTuple):
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None
     attn_bias: Tensor | None = None
+    relative_bias: Tensor | None = None
 
 
-_known: dict[Hashable, Form] = {}
+_known: dict[Hashable, tuple[Form, References]] = {}
 
 
 def recognise(
@@ -85,44 +90,71 @@ def recognise(
     """`hides_future`: whether a block mask hides all keys to the right of the diagonal, which is aligned bottom-right.
     Without `may_wait` nothing may be read from the device.
 
-    What is recognised is kept for functions that capture constants only.
+    What is recognised is kept for functions that capture constants only. Of others, the factor and the cap are kept, if
+    their bias is one of distances, until a tensor changes.
 
     Raises:
         NotServed: it is of no such form.
     """
     captures = captures_of(score_mod)
-    key = (captures.key, positions) if captures.is_complete and not captures.tensors else None
-    form = _known.get(key)
-    if form is None:
+    form, bias = _recall(captures, positions), None
+    if form is None or captures.tensors:
         if not may_wait:
             raise NotServed("a score_mod that captures tensors, in a CUDA graph")
-        form = _form_of(score_mod, positions)
-        is_proven = False
-    else:
-        is_proven = True
-    slopes = form.slopes
-    if slopes is not None and (not form.is_signed or hides_future()):
-        found = Modification(form.factor, form.softcap, slopes)
-    elif form.has_bias:
-        bias = _bias_of(score_mod, positions, form, prove=not is_proven or slopes is not None)
-        found = Modification(form.factor, form.softcap, None, bias)
-    else:
-        found = Modification(form.factor, form.softcap)
-    if key is not None and not is_proven:
+        if form is not None:
+            form, bias = _by_distance(score_mod, positions, form, captures)
+        if form is None or not form.is_of_distances:
+            form = _form_of(score_mod, positions)
+            if form.depends[2] and form.depends[3]:
+                form, bias = _by_distance(score_mod, positions, form, captures)
+        if form.has_bias and not form.is_of_distances:
+            bias = _bias_of(score_mod, positions, form, prove=True)
+        _remember(captures, positions, form)
+    found = Modification(form.factor, form.softcap)
+    if form.slopes is not None and (not form.is_signed or hides_future()):
+        return found._replace(alibi_slopes=form.slopes)
+    if not form.has_bias:
+        return found
+    if form.is_of_distances:
+        bias = _distances(score_mod, positions, form).bias(_zero(positions)) if bias is None else bias
+        return found._replace(relative_bias=_centred(bias, positions))
+    bias = _bias_of(score_mod, positions, form, prove=False) if bias is None else bias
+    return found._replace(attn_bias=bias.to(positions.dtype).contiguous())
+
+
+def _key_of(captures: Captures, positions: Positions) -> Hashable:
+    return captures.key, positions, torch.is_grad_enabled()
+
+
+def _recall(captures: Captures, positions: Positions) -> Form | None:
+    form, references = _known.get(_key_of(captures, positions), (None, None)) if captures.is_complete else (None, None)
+    return form if references is not None and references.are_to(captures.tensors) else None
+
+
+def _remember(captures: Captures, positions: Positions, form: Form) -> None:
+    if captures.is_complete and (form.is_of_distances or not captures.tensors):
         if len(_known) >= _MAX_KNOWN:
             _known.clear()
-        _known[key] = form
-    return found
+        _known[_key_of(captures, positions)] = form, References(captures.tensors)
 
 
 # Evaluation
 
 
-def _evaluate(score_mod: ScoreMod, score: Tensor, places: Sequence[Tensor], at_least_one_score: bool = False) -> Tensor:
-    """(B, H, Sq, Sk) for these positions, or (scores, B, H, Sq, Sk); the stride is 0 where it does not depend."""
+def _evaluate(
+    score_mod: ScoreMod,
+    score: Tensor,
+    places: Sequence[Tensor],
+    *,
+    at_least_one_score: bool = False,
+    in_pairs: bool = False,
+) -> Tensor:
+    """(B, H, Sq, Sk) for these positions, or (scores, B, H, Sq, Sk); the stride is 0 where it does not depend. If
+    queries and keys are in pairs, (B, H, pairs). A place that is a number has no dimension there."""
     function: Any = score_mod
-    for number in (4, 3, 2, 1):
-        function = torch.vmap(function, in_dims=tuple(0 if each == number else None for each in range(5)))
+    for numbers in ((3, 4), (2,), (1,)) if in_pairs else ((4,), (3,), (2,), (1,)):
+        if places[numbers[0] - 1].dim():
+            function = torch.vmap(function, in_dims=tuple(0 if each in numbers else None for each in range(5)))
     if at_least_one_score:
         function = torch.vmap(function, in_dims=(0, None, None, None, None))
     try:
@@ -166,17 +198,7 @@ def _form_of(score_mod: ScoreMod, positions: Positions) -> Form:
         values = values if is_used else values.narrow(dim, 0, 1)
     form = _fitted(values.detach().double().flatten(1).cpu(), scores.cpu())
     has_bias = any(depends) or bool((values[0] != 0).any()) or values.requires_grad
-    form = form._replace(depends=depends, has_bias=has_bias)
-    # The kernels keep slopes in float32. They have no gradient.
-    is_double = positions.dtype == torch.float64
-    may_have = depends[2] and depends[3] and not depends[0] and not is_double and not values.requires_grad
-    if may_have and _grows_with_distance(values[0, 0], _distances(positions, *places[2:])):
-        form = _with_slopes(score_mod, positions, form)
-    if form.slopes is None:
-        elements = math.prod(size for size, is_used in zip(positions.sizes, depends) if is_used)
-        if elements > MAX_BIAS:
-            raise NotServed(f"score_mod needs a bias of more than {MAX_BIAS} elements")
-    return form
+    return form._replace(depends=depends, has_bias=has_bias)
 
 
 def _check_constant_slope(score_mod: ScoreMod, scores: Tensor, places: Sequence[Tensor]) -> None:
@@ -234,60 +256,69 @@ def _candidates(changes: Tensor, scores: Tensor) -> list[Form]:
 # Biases
 
 
-def _distances(positions: Positions, queries: Tensor, keys: Tensor) -> Tensor:
-    """(queries, keys): of each key from the diagonal, which is aligned bottom-right."""
-    return (keys - (queries + positions.keys - positions.queries).unsqueeze(1)).double()
+def _elements(positions: Positions, form: Form) -> int:
+    """Of a table of all positions that the bias depends on."""
+    return math.prod(size for size, is_used in zip(positions.sizes, form.depends) if is_used)
 
 
-def _grows_with_distance(bias: Tensor, distances: Tensor) -> bool:
-    """Whether the absolute values may be those of ALiBi, of (heads, queries, keys)."""
-    farthest = int(distances.abs().argmax())
-    slopes = bias.flatten(1)[:, farthest] / distances.flatten()[farthest]
-    wanted = (slopes.view(-1, 1, 1) * distances).abs()
-    return bool(((bias.abs() - wanted).abs() <= 1e-6 * wanted + 1e-9).all())
+def _used_places(positions: Positions, form: Form) -> list[Tensor]:
+    return [each if is_used else each[:1] for each, is_used in zip(_every_place(positions), form.depends)]
 
 
-def _with_slopes(score_mod: ScoreMod, positions: Positions, form: Form) -> Form:
-    """With the slopes of ALiBi, if the bias has this form everywhere. If a table of it were too large, some whole rows
-    and columns are looked at."""
-    _, heads, queries, keys = positions.sizes
-    if keys < 2:
-        return form
-    batch, every_head, every_query, every_key = _every_place(positions)
-    rows, columns = (
-        torch.tensor([0, size - 1, *(_random.randrange(size) for _ in range(6))], device=positions.device)
-        for size in (queries, keys)
-    )
-    parts = [(rows, every_key), (every_query, columns)]
-    if heads * queries * keys <= MAX_BIAS:
-        parts += [(part, every_key) for part in every_query.split(max(1, _ELEMENTS_AT_ONCE // (heads * keys)))]
-    number = _random.uniform(0.5, 8.0)
-    score = torch.full((), number, dtype=torch.float64, device=positions.device)
-    slopes = None
-    fits = [True, True]  # unsigned, signed
-    for query, key in parts:
-        with torch.no_grad():
-            values = _evaluate(score_mod, score, (batch[:1], every_head, query, key))[0]
-        bias = values.double() - form.of(number)
-        distance = _distances(positions, query, key)
-        if slopes is None:  # row 1 is the last query, column 0 the farthest key
-            slopes = (bias[:, 1, 0] / distance[1, 0]).view(-1, 1, 1)
-        for place, wanted in enumerate((-slopes * distance.abs(), slopes * distance)):
-            close = (bias - wanted).abs() <= 1e-6 * wanted.abs() + 1e-9
-            fits[place] = fits[place] and bool(close.all())
-        if not any(fits):
-            return form
-    assert slopes is not None
-    return form._replace(slopes=slopes.flatten().to(positions.dtype), is_signed=not fits[0])
+def _zero(positions: Positions) -> Tensor:
+    return torch.zeros((), dtype=positions.dtype, device=positions.device)
+
+
+def _distances(score_mod: ScoreMod, positions: Positions, form: Form) -> Distances:
+    used = list(zip(_every_place(positions)[:2], form.depends))
+    outer = [each if is_used else each[0] for each, is_used in used]
+
+    def evaluate(score: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        in_pairs = queries.dim() == 1
+        queries = queries if in_pairs else queries.squeeze(1)
+        values = _evaluate(score_mod, score, (*outer, queries, keys), in_pairs=in_pairs)
+        for axis in (0, 1):
+            values = values if form.depends[axis] else values.unsqueeze(axis)
+        return values
+
+    _, _, queries, keys = positions.sizes
+    rounding = 2 * torch.finfo(positions.dtype).eps
+    at_once = max(1, _ELEMENTS_AT_ONCE // math.prod(len(each) for each, is_used in used if is_used))
+    may_be_all = _elements(positions, form) <= MAX_BIAS
+    return Distances(evaluate, queries, keys, positions.device, rounding, at_once, may_be_all)
+
+
+def _by_distance(
+    score_mod: ScoreMod, positions: Positions, form: Form, captures: Captures
+) -> tuple[Form, Tensor | None]:
+    """With the bias of distances, and its slopes if it is that of ALiBi, if it depends on nothing else."""
+    distances = _distances(score_mod, positions, form)
+    bias = bias_of_distances(distances, captures, (positions, form.depends), _zero(positions), form.of)
+    if bias is None:
+        return form._replace(is_of_distances=False), None
+    form = form._replace(is_of_distances=True, slopes=None)
+    # The kernels keep slopes in float32. They have no gradient.
+    if form.depends[0] or positions.dtype == torch.float64 or has_derivative(bias):
+        return form, bias
+    if found := slopes_of(bias[0], positions.queries, positions.keys):
+        slopes = found[0].to(positions.dtype).expand(positions.heads).contiguous()
+        form = form._replace(slopes=slopes, is_signed=found[1])
+    return form, bias
+
+
+def _centred(bias: Tensor, positions: Positions) -> Tensor:
+    """A bias of distances as `relative_bias`: the middle is the diagonal that is aligned bottom-right."""
+    longest = max(positions.queries, positions.keys)
+    bias = F.pad(bias, (longest - positions.keys, longest - positions.queries))  # distances that do not occur
+    bias = bias.to(positions.dtype)
+    return bias if bias.shape[0] > 1 else bias[0]
 
 
 def _bias_of(score_mod: ScoreMod, positions: Positions, form: Form, *, prove: bool) -> Tensor:
     """The bias, of size 1 where it does not depend, with the graph to what score_mod has captured."""
-    elements = math.prod(size for size, is_used in zip(positions.sizes, form.depends) if is_used)
-    if elements > MAX_BIAS:
+    if _elements(positions, form) > MAX_BIAS:
         raise NotServed(f"score_mod needs a bias of more than {MAX_BIAS} elements")
-    places = [each if is_used else each[:1] for each, is_used in zip(_every_place(positions), form.depends)]
-    zero = torch.zeros((), dtype=positions.dtype, device=positions.device)
+    places, zero = _used_places(positions, form), _zero(positions)
     bias = _evaluate(score_mod, zero, places)
     if prove:
         score = _random.choice((-1, 1)) * _random.uniform(0.5, 8.0)
@@ -301,4 +332,4 @@ def _bias_of(score_mod: ScoreMod, positions: Positions, form: Form, *, prove: bo
                     "score_mod is no function that attention has: what it does to a score depends on the position, or "
                     "its bias is NaN or +inf somewhere"
                 )
-    return bias.to(positions.dtype).contiguous()
+    return bias
