@@ -257,6 +257,6 @@ def test_large_cases_cover_split_and_unsplit_kernels(capability: int, processors
             continue
         window = (-1, 0 if "causal" in name else -1)
         sizes = ((length, length), (heads, heads_kv), (dim, dim_v), batch)
-        choice = choose(backward, found[1], *sizes, window, capability, processors)
+        choice = choose(backward, found[1], *sizes, window, "block_mask" in name, capability, processors)
         splits.setdefault(choice.tile["dim"], set()).add(choice.splits > 1)
     assert splits == {dim: {False, True} for dim in (64, 96, 128, 192, 256)}

@@ -80,6 +80,7 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
         {
             "cuda_ext.integrations.transformers": (),
             "cuda_ext.integrations.sdpa": (),
+            "cuda_ext.integrations.flex": (),
             "cuda_ext.integrations.linear_cross_entropy": (),
             "cuda_ext.integrations.onnx": (),
         },
@@ -101,7 +102,7 @@ CONTENTS = {
         "measurements",
         "changelog",
     ),
-    "Existing models": ("transformers", "sdpa", "patch", "loss", "generation", "export"),
+    "Existing models": ("transformers", "sdpa", "flex", "patch", "loss", "generation", "export"),
     "Examples": tuple(f"examples/{name}" for name in TITLES),
     "API": tuple(f"api/{name}" for name in API),
     "Contribute": ("contributing", "glossary", "architecture", "emulator", "gpu-check", "gpu"),

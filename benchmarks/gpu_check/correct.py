@@ -37,7 +37,9 @@ from benchmarks.gpu_check.product_cases import (
     settle,
 )
 from benchmarks.suites.measure import TF32_TOLERANCE, TOLERANCE
-from cuda_ext import _emulator, bucket, testing
+from cuda_ext import BlockMask, _emulator, bucket, testing
+from cuda_ext._attention_options import op_arguments
+from cuda_ext._relative_bias import bias_arguments
 
 LEFT_OUT = "whose CUDA kernels are in this library"  # of csrc/attention/dispatch.h
 LANES = 3  # processes of a family on a GPU
@@ -53,8 +55,25 @@ def attention_inputs(
     return [torch.randn(batch, length, *shape).to(dtype) for shape in shapes]
 
 
+MASKS: dict[str, Callable[[int], BlockMask]] = {
+    "documents": lambda length: BlockMask.documents([0, length // 5, length // 2, length], causal=True),
+    "window and global": lambda length: BlockMask.window_with_global(length, length // 6, length // 20),
+}
+
+
+def with_tensors(options: dict[str, Any], length: int, heads: int, dtype: torch.dtype) -> dict[str, Any]:
+    """block_mask by its name, and relative_bias by how many distances it has on each side."""
+    found = dict(options)
+    if "block_mask" in found:
+        found["block_mask"] = MASKS[found["block_mask"]](length)
+    if "relative_bias" in found:
+        found["relative_bias"] = torch.randn(heads, 2 * found["relative_bias"] + 1).to(dtype)
+    return found
+
+
 def attention_forward(sizes: tuple[int, ...], dtype: torch.dtype, **options: Any) -> Results:
     inputs = attention_inputs(*sizes, dtype)  # type: ignore[call-arg, arg-type]
+    options = with_tensors(options, sizes[1], sizes[2], dtype)
     out, lse = cuda_ext.flash_attention(*inputs, return_lse=True, **options)
     settle()
     exact = testing.reference_attention(*(tensor.double() for tensor in inputs), return_lse=True, **options)
@@ -70,15 +89,39 @@ def without_wgmma(case: Callable[[], Results]) -> Results:
 def attention_backward(sizes: tuple[int, ...], dtype: torch.dtype, **options: Any) -> Results:
     """Backward alone, from the output and LSE of the reference, so that an error in forward is not attributed to it."""
     inputs = attention_inputs(*sizes, dtype)  # type: ignore[call-arg, arg-type]
-    names = {key: options[key] for key in ("causal", "softcap") if key in options}
-    leaves = [tensor.double().requires_grad_() for tensor in inputs]
-    out, lse = testing.reference_attention(*leaves, return_lse=True, **names)
+    options = with_tensors(options, sizes[1], sizes[2], dtype)
+    mask, table = options.pop("block_mask", None), options.pop("relative_bias", None)
+    query, key, value = (tensor.double().requires_grad_() for tensor in inputs)
+    of_table = None if table is None else table.double().requires_grad_()
+    leaves = [leaf for leaf in (query, key, value, of_table) if leaf is not None]
+    of_reference: dict[str, Any] = {key: options[key] for key in ("causal", "softcap") if key in options}
+    of_reference |= {"block_mask": mask, "relative_bias": of_table}
+    out, lse = testing.reference_attention(query, key, value, return_lse=True, **of_reference)
     grad_out = torch.randn(out.shape).to(dtype)
     exact = torch.autograd.grad(out, leaves, grad_out.double())
-    grads = torch.ops.cuda_ext.flash_attention_backward(
-        grad_out, None, *inputs, out.detach().to(dtype), lse.detach().float(), None, **options
+    tensors, numbers = op_arguments("flash_attention", {"block_mask": mask, **options})
+    if table is not None:
+        bias = table.clone().requires_grad_()
+        arguments = bias_arguments("flash_attention", bias, None, inputs[0], inputs[1])
+        tensors[2] = arguments["attn_bias"]
+        numbers["bias_is_relative"] = True
+    *grads, _, grad_bias = torch.ops.cuda_ext.flash_attention_backward(
+        grad_out,
+        None,
+        *inputs,
+        out.detach().to(dtype),
+        lse.detach().float(),
+        None,
+        table is not None,
+        None,
+        None,
+        *(None if tensor is None else tensor.detach() for tensor in tensors),
+        **numbers,
     )
-    return {f"gradient of {name}": pair for name, pair in zip(("query", "key", "value"), zip(grads, exact))}
+    if table is not None:
+        grads += torch.autograd.grad(arguments["attn_bias"], bias, grad_bias)
+    names = ("query", "key", "value", "relative_bias")
+    return {f"gradient of {name}": pair for name, pair in zip(names, zip(grads, exact))}
 
 
 def attention_cache(batch: int, keys: int, queries: int, heads: tuple[int, int], dim: int, page_size: int) -> Results:
@@ -145,12 +188,18 @@ def attention_cases(large: bool, backward: bool) -> Iterator[Case]:
         ((3, 140, 4, 4, 64, 64), torch.bfloat16, {}),
         ((3, 140, 4, 4, 128, 128), torch.bfloat16, {"causal": True}),
     ]
+    for dim in (64, 128, 256):
+        found.append(((1, 330, 2, 1, dim, dim), torch.bfloat16, {"block_mask": "documents"}))
+        found.append(((1, 150, 2, 2, dim, dim), torch.float16, {"relative_bias": 40, "causal": dim == 64}))
+    found.append(((1, 300, 2, 2, 96, 96), torch.float32, {"block_mask": "window and global", "relative_bias": 7}))
     if backward:
         found.append(((1, 67, 2, 1, 64, 64), torch.float16, {"causal": True, "deterministic": True}))
     if large:
         for dim, dim_v in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
             found.append(((4, 1024, 16, 8, dim, dim_v), torch.bfloat16, {"causal": True}))
             found.append(((1, 1000, 4, 4, dim, dim_v), torch.float16, {}))
+            found.append(((1, 2000, 8, 4, dim, dim_v), torch.bfloat16, {"block_mask": "window and global"}))
+            found.append(((2, 1000, 4, 4, dim, dim_v), torch.bfloat16, {"relative_bias": 128}))
     for sizes, dtype, options in found:
         batch, length, heads, heads_kv, dim, dim_v = sizes
         words = " ".join(name if value is True else f"{name} {value}" for name, value in options.items())
