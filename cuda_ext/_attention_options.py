@@ -34,6 +34,7 @@ class LogitOptions(NumberOptions, total=False):
 class Options(LogitOptions, total=False):
     attn_bias: Tensor | None
     attn_mask: Tensor | None
+    relative_bias: Tensor | None
     block_mask: BlockMask | None
     dropout_p: float
     deterministic: bool | None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cuda_ext._attention_options import Options, VarlenOptions, Window, op_arguments
 from cuda_ext._load import calls, ops
+from cuda_ext._relative_bias import bias_arguments
 from cuda_ext._rules.attention_vmap import mapped_where_masks_differ as mapped_where_masks_differ
 from cuda_ext._toolchain import NAMESPACE
 from cuda_ext.block_mask import BlockMask
@@ -31,7 +32,7 @@ heads_first_op = ops._flash_attention_heads_first.default
 _attention_varlen = ops.flash_attention_varlen.default
 _is_compiling = torch.compiler.is_compiling  # compilers see the ops alone, and no function of `calls`
 _NO_TENSORS = (None,) * 7
-_NO_NUMBERS = (None, None, None, 0.0, 0.0, None)
+_NO_NUMBERS = (None, None, None, 0.0, 0.0, None, False)
 
 
 @overload
@@ -59,6 +60,7 @@ def flash_attention(
     sinks: Tensor | None = None,
     attn_bias: Tensor | None = None,
     attn_mask: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     block_mask: BlockMask | None = None,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
@@ -69,7 +71,7 @@ def flash_attention(
     With query `i`, key `j` and their distance `d = j - (i + Sk - Sq)` from the bottom-right diagonal::
 
         logits = scale * query[i] . key[j];   logits = softcap * tanh(logits / softcap)   if softcap > 0
-        logits += -alibi_slopes * |d|;   logits += attn_bias[i, j]
+        logits += -alibi_slopes * |d|;   logits += attn_bias[i, j];   logits += relative_bias[R + clamp(d, -R, R)]
         out[i] = dropout(softmax over the visible j of logits) @ value
 
     Args:
@@ -97,6 +99,11 @@ def flash_attention(
         attn_mask: boolean, `True` where a key takes part; broadcasts like `attn_bias`, any strides. It has the meaning
             of a boolean `attn_mask` of `torch.nn.functional.scaled_dot_product_attention`. On a CUDA device,
             `attn_bias` and `attn_mask` together take a temporary tensor of the shape to which they broadcast.
+        relative_bias: added to the logits by distance (T5, Raffel et al., arXiv 1910.10683): `(2 R + 1,)`,
+            `(H or 1, 2 R + 1)` or `(B or 1, H or 1, 2 R + 1)` for any `R >= 0`, dtypes of `attn_bias`. Distances beyond
+            `R` get the first or the last element. Differentiable, in memory linear in S, which the same values as
+            `attn_bias` are not. Together with `attn_bias`, or on a CUDA device with `attn_mask`, it takes a temporary
+            tensor of `(B or 1, H, Sq, Sk)`.
         block_mask: a `cuda_ext.BlockMask` for these lengths, whose batch and heads (of queries) may be 1. It hides keys
             in addition to `causal`, `window`, `attn_bias` and `attn_mask`. Forward and backward visit only the blocks
             that it lists. NaN in keys or values of a listed block reaches rows that do not see it, as with other masks.
@@ -132,7 +139,7 @@ def flash_attention(
         NotImplementedError: a CUDA tensor, but no CUDA kernel is built.
     """
     is_nested = query is not None and query.is_nested
-    has_tensors = not (alibi_slopes is sinks is attn_bias is attn_mask is None and block_mask is None)
+    has_tensors = not (alibi_slopes is sinks is attn_bias is attn_mask is relative_bias is None and block_mask is None)
     has_numbers = scale is not None or not (type(softcap) is type(dropout_p) is float and softcap == 0.0 == dropout_p)
     if has_tensors or has_numbers or window is not None or deterministic is not None or is_nested:
         options: Options = {
@@ -144,6 +151,7 @@ def flash_attention(
             "sinks": sinks,
             "attn_bias": attn_bias,
             "attn_mask": attn_mask,
+            "relative_bias": relative_bias,
             "block_mask": block_mask,
             "dropout_p": dropout_p,
             "deterministic": deterministic,
@@ -209,6 +217,7 @@ def flash_attention_varlen(
     sinks: Tensor | None = None,
     attn_bias: Tensor | None = None,
     attn_mask: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     block_mask: BlockMask | None = None,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
@@ -231,6 +240,8 @@ def flash_attention_varlen(
             key `j` of sequence `b`, both counted within the sequence. Elements past the end of a sequence are not read,
             and their gradients are 0.
         attn_mask: the same, boolean.
+        relative_bias: as in `flash_attention`, by the distance `j - (i + Sk - Sq)` within a sequence. Not together with
+            `attn_bias`.
         block_mask: a `cuda_ext.BlockMask` for `max_seqlen_q` queries and `max_seqlen_k` keys, of batch `B` or 1; both
             are counted within their sequence.
 
@@ -259,6 +270,7 @@ def flash_attention_varlen(
         sinks=sinks,
         attn_bias=attn_bias,
         attn_mask=attn_mask,
+        relative_bias=relative_bias,
         block_mask=block_mask,
         dropout_p=dropout_p,
         deterministic=deterministic,
@@ -267,7 +279,11 @@ def flash_attention_varlen(
 
 
 def _call(name: str, op: Any, query: Tensor, *more: Tensor, **options: Unpack[VarlenOptions]) -> tuple[Tensor, Tensor]:
-    tensors, scalars = op_arguments(name, options)
+    arguments: dict[str, Any] = dict(options)
+    if (table := arguments.pop("relative_bias", None)) is not None and query is not None and more[0] is not None:
+        longest = (options.get("max_seqlen_q"), options.get("max_seqlen_k"))
+        arguments |= bias_arguments(name, table, options.get("attn_bias"), query, more[0], *longest)
+    tensors, scalars = op_arguments(name, arguments)
     mask = options.get("block_mask")
     if mask is not None and op is attention_op:
         _check_lengths(name, mask, query, more[0])

@@ -60,6 +60,10 @@ def gradient_atol(tensors: dict[str, Tensor], terms: int) -> dict[str, float]:
         allowed["attn_bias"] = atol(value, max(terms, rows * keys // bias.numel()))
         if bias.shape[-1:] in ((), (1,)):
             allowed["attn_bias"] = max(allowed["attn_bias"], per_row * (rows // bias.numel()) ** 0.5)
+    if (table := tensors.get("relative_bias")) is not None:
+        # One element may have most of the pairs.
+        sums = max(1, table.shape[:-1].numel())
+        allowed["relative_bias"] = max(atol(value, max(terms, rows * keys // sums)), per_row * (rows // sums) ** 0.5)
     return allowed
 
 

@@ -412,6 +412,7 @@ SMALL_CASES = [
         for name in bench_masks.NAMES
         for backward in (False, True)
     ),
+    *(bench_masks.biased(300, 2, 16, "cpu", "float32", backward) for backward in (False, True)),
     *bench_overhead.cases("cpu"),
     *(
         make(device="cpu", rows=30, features=8, classes=70, dtype=dtype)

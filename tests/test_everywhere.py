@@ -42,6 +42,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": (4,)},
     "bias": {"attn_bias": (4, 13, 17)},
     "bias of keys": {"attn_bias": (17,)},
+    "bias of distances": {"relative_bias": (4, 11)},
     "mask": {"attn_mask": (13, 17)},
     "dropout": {"dropout_p": 0.3},
     "deterministic": {"deterministic": True},
@@ -106,7 +107,7 @@ def test_attention(dtype: torch.dtype, dims: tuple[int, int], option: str, varle
             tensors[name] = torch.rand(given) < 0.7
         elif name == "alibi_slopes":
             tensors[name] = torch.rand(given, dtype=accumulation)
-        elif name in ("sinks", "attn_bias"):
+        elif name in ("sinks", "attn_bias", "relative_bias"):
             tensors[name] = tensor(*given, dtype=accumulation)
         else:
             options[name] = given

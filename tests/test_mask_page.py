@@ -32,7 +32,7 @@ def test_the_programs_do_what_they_say(
     names = mask_pictures.names_of(TEXT)
     printed = capsys.readouterr().out.splitlines()
     said = re.findall(r"^print\(.*?\) +# ([^:\n]+)", TEXT, re.MULTILINE)
-    assert len(said) == 2 and [line.split(":")[0] for line in printed] == said
+    assert len(said) == 3 and [line.split(":")[0] for line in printed] == said
     assert (tmp_path / "mask.svg").read_text().startswith("<svg")
     assert names["out"].shape == (1, 2048, 4, 64) and names["q"].grad.isfinite().all()
 

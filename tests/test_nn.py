@@ -204,6 +204,17 @@ def test_self_attention_takes_a_bias_and_a_mask() -> None:
     torch.testing.assert_close(module(x, **hidden), attention_composition(module, **hidden)(separated(module), x))
 
 
+def test_self_attention_takes_a_relative_bias() -> None:
+    module = randomised(SelfAttention(32, 4, num_kv_heads=2))
+    x, table = torch.randn(2, 11, 32), torch.randn(4, 9, requires_grad=True)
+    distance = torch.arange(11) - torch.arange(11)[:, None]
+    actual = module(x, relative_bias=table)
+    expected = module(x, attn_bias=table[:, 4 + distance.clamp(-4, 4)])
+    torch.testing.assert_close(actual, expected)
+    grads = [torch.autograd.grad(out.square().sum(), table)[0] for out in (actual, expected)]
+    torch.testing.assert_close(*grads)
+
+
 def test_packed_documents_are_as_if_alone() -> None:
     """Rotary embeddings see differences of positions alone, so that documents need not begin at 0."""
     module = randomised(SelfAttention(32, 4, num_kv_heads=2))

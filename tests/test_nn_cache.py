@@ -67,7 +67,7 @@ def test_a_full_cache_and_wrong_arguments() -> None:
             module(x, cache=cache[0])
         with pytest.raises(
             RuntimeError,
-            match="expected no attn_bias, attn_mask, block_mask or dropout with cache, got attn_bias=a tensor",
+            match="expected no attn_bias, attn_mask, relative_bias, block_mask or dropout with cache, got attn_bias; ",
         ):
             module(x, attn_bias=torch.zeros(3, 3), cache=cache[0])
         with pytest.raises(RuntimeError, match=r"dropout_p=0\.5; .* call eval"):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from cuda_ext import testing
+from cuda_ext import BlockMask, testing
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
 YES, NO = "✓", ""
@@ -186,6 +186,8 @@ def attention_options(dtype: torch.dtype, packed: bool) -> dict[str, dict[str, A
         "`alibi_slopes`": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
         "`sinks`, with gradient": {"sinks": make(4)},
         "`attn_bias`, with gradient": {"attn_bias": make(1, 4, 24, 24)},
+        "`relative_bias`, with gradient": {"relative_bias": make(4, 9)},
+        "`block_mask`": {"block_mask": BlockMask.causal(24, 24)},
         "`attn_mask`": {"attn_mask": torch.rand(2, 1, 24, 24) < 0.8},
         "`dropout_p`": {"dropout_p": 0.25},
         "`return_lse`, with gradient": {"return_lse": True},

@@ -132,6 +132,15 @@ def flex_attention_of(q: Tensor, k: Tensor, v: Tensor, mask_mod: Callable[..., T
     return with_leaves(call, (q, k, v), lambda t: t.transpose(1, 2))
 
 
+def flex_attention_with(q: Tensor, k: Tensor, v: Tensor, table: Tensor, score_mod: Callable[..., Tensor]) -> Call:
+    """Without a mask; score_mod reads `table`, which gets a gradient."""
+    from torch.nn.attention.flex_attention import flex_attention as flex
+
+    q, k, v = (_own(t.transpose(1, 2)) for t in (q, k, v))
+    call = functools.partial(compiled(flex), q, k, v, score_mod=score_mod)
+    return with_leaves(call, (q, k, v, table), lambda t: t.transpose(1, 2) if t.dim() == 4 else t)
+
+
 @functools.lru_cache(maxsize=1)
 def _block_mask(causal: bool, window: int | None, queries: int, keys: int, device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask

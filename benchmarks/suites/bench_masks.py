@@ -1,4 +1,5 @@
-"""Attention with block masks: against dense masks, FlexAttention and, for documents, packed sequences."""
+"""Attention with block masks, against dense masks, FlexAttention and, for documents, packed sequences; and with a bias
+by distance, against the same values in a matrix, and FlexAttention."""
 
 from __future__ import annotations
 
@@ -76,6 +77,9 @@ def cases(device: str) -> Iterator[Case]:
         for dtype in dtypes:
             for backward in (False, True):
                 yield masked(name, length, heads, kv_heads, dim, device, dtype, backward)
+    for dtype in dtypes:
+        for backward in (False, True):
+            yield biased(length // 2, kv_heads, dim, device, dtype, backward)
 
 
 def masked(
@@ -112,6 +116,76 @@ def masked(
         size=float(length),
         size_name="sequence length",
         flops=4.0 * heads * visible * BLOCK**2 * dim * (2.5 if backward else 1.0),  # of whole blocks
+        bytes=moved * (2.0 if backward else 1.0),
+        input_bytes=moved * (3.0 if backward else 1.0),
+        tolerance=3e-2 if backward and dtype != "float32" else None,
+    )
+
+
+def biased(length: int, heads: int, dim: int, device: str, dtype: str, backward: bool) -> Case:
+    """A learned bias for each distance up to 128, as T5 has it, without a mask."""
+    torch_dtype, most = getattr(torch, dtype), 128
+    distance = (torch.arange(length) - torch.arange(length)[:, None]).clamp(-most, most).to(device)
+
+    def inputs() -> tuple[Tensor, ...]:
+        q, k, v = (torch.randn(1, length, heads, dim, device=device).to(torch_dtype) for _ in range(3))
+        table = torch.randn(heads, 2 * most + 1, device=device)  # a parameter, which autocast leaves in float32
+        return *(t.requires_grad_(backward) for t in (q, k, v, table)), torch.randn_like(q)
+
+    def attend(name: str, q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Call:
+        def call() -> Tensor:
+            bias: Any = {name: table if name == "relative_bias" else table[:, distance + most].to(q.dtype)}
+            return cuda_ext.flash_attention(q, k, v, **bias)
+
+        return baselines.with_leaves(call, (q, k, v, table), lambda t: t)
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Call:
+        q, k, v = (t.detach().transpose(1, 2).contiguous().requires_grad_(backward) for t in (q, k, v))
+        call = lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=table[:, distance + most][None].to(q.dtype))  # noqa: E731
+        return baselines.with_leaves(call, (q, k, v, table), lambda t: t.transpose(1, 2) if t.dim() == 4 else t)
+
+    def flex(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Call:
+        return baselines.flex_attention_with(
+            q, k, v, table, lambda s, b, h, i, j: s + table[h, (j - i).clamp(-most, most) + most]
+        )
+
+    forwards: dict[str, Any] = {
+        OURS: functools.partial(attend, "relative_bias"),
+        "attn_bias": functools.partial(attend, "attn_bias"),
+        "SDPA": sdpa,
+    }
+    if device == "cuda" or not backward:
+        forwards["FlexAttention"] = flex
+
+    def check(tensors: tuple[Tensor, ...], out: Any) -> float:
+        """Of the first head, by PyTorch in higher precision."""
+        precise = torch.float64 if device == "cpu" else torch.float32
+        q, k, v, table = (
+            t.detach()[(slice(None),) * (t.dim() - 2) + (slice(1),) if t.dim() == 4 else slice(1)].to(precise)
+            for t in tensors[:4]
+        )
+        leaves = [t.requires_grad_(backward) for t in (q, k, v, table)]
+        expected = sdpa(*leaves)
+        result = expected().transpose(1, 2)
+        if not backward:
+            return relative_error(out[:, :, :1], result)
+        grads = torch.autograd.grad(result, expected.leaves, tensors[4][:, :, :1].to(precise))  # type: ignore[attr-defined]
+        wanted = [expected.to_ours(t) for t in grads]  # type: ignore[attr-defined]
+        return relative_error(tuple(t[:, :, :1] if t.dim() == 4 else t[:1] for t in out), tuple(wanted))
+
+    moved = float(torch_dtype.itemsize * 4 * dim * length * heads)
+    return Case(
+        op="flash_attention bias by distance",
+        phase="backward" if backward else "forward",
+        group="block masks",
+        name=f"S={length} H={heads}/{heads} D={dim}, distances up to {most}",
+        dtype=dtype,
+        sides=sides_of(forwards, backward),
+        inputs=inputs,
+        check=check,
+        size=float(length),
+        size_name="sequence length",
+        flops=4.0 * heads * length**2 * dim * (2.5 if backward else 1.0),
         bytes=moved * (2.0 if backward else 1.0),
         input_bytes=moved * (3.0 if backward else 1.0),
         tolerance=3e-2 if backward and dtype != "float32" else None,

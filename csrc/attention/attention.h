@@ -81,6 +81,11 @@ struct BlockMask {
   explicit operator bool() const { return keys_of_queries.data != nullptr; }
 };
 
+// In elements, over (batch, heads, seqlen_q, seqlen_k) and Sk - Sq, the key on the diagonal of query 0; 0 broadcasts. A
+// relative bias has an element for each distance by which a key can be before the diagonal of its query, so its last
+// three strides are 1, -1 and 1.
+using BiasStrides = int64_t[5];
+
 struct AttentionParams {
   Dtype dtype = Dtype::kFloat32;
   int64_t batch = 0;
@@ -110,15 +115,14 @@ struct AttentionParams {
   const void* sinks = nullptr;  // (heads,): one more logit per row, without a value
   void* lse = nullptr;          // (batch, heads, seqlen_q) or (heads, total_q), contiguous
 
-  // Added to the logits after softcap and ALiBi. Strides in elements over (batch, heads, seqlen_q, seqlen_k); 0
-  // broadcasts. Queries and keys are counted within their sequence.
+  // Added to the logits after softcap and ALiBi. Queries and keys are counted within their sequence.
   BiasKind bias_kind = BiasKind::kNone;
-  const void* bias = nullptr;
-  int64_t bias_strides[4] = {};
+  const void* bias = nullptr;  // the element whose indices are all 0
+  BiasStrides bias_strides = {};
   // 1 where a key takes part, 0 where it is hidden; null for none. Only on the CPU: the CUDA kernels lack the registers
   // for two tensors, so there the bias includes the mask.
   const uint8_t* mask = nullptr;
-  int64_t mask_strides[4] = {};  // like bias_strides
+  BiasStrides mask_strides = {};
   BlockMask block_mask;
 
   // Philox4x32-10 with key = seed and counter = (element / 4, offset); element = row * dropout_pitch + key index.
@@ -141,10 +145,11 @@ struct AttentionBackwardParams : AttentionParams {
   bool deterministic = false;      // the same bits in every run; always so on a CPU, for the same number of threads
 
   // In the shape of the bias, contiguous, in the accumulation type; null when not wanted. The launch adds to it, so it
-  // must be zero before. Strides over the same four dims as bias_strides; 0 broadcasts.
+  // must be zero before.
   void* grad_bias = nullptr;
-  int64_t grad_bias_strides[4] = {};
+  BiasStrides grad_bias_strides = {};
   int64_t grad_bias_elements = 0;
+  int64_t grad_bias_origin = 0;  // the element whose indices are all 0
 };
 
 CUDA_EXT_CPU_LAUNCHER_WITH_BFLOAT16(attention_forward, AttentionParams)

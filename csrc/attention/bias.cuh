@@ -1,4 +1,4 @@
-// The additive bias or boolean mask of kernels with options. It can be broadcast and have any strides.
+// The additive bias or boolean mask of kernels with options. It can be broadcast, relative, and have any strides.
 #pragma once
 
 #include <cmath>
@@ -9,9 +9,9 @@
 
 namespace cuda_ext::attention {
 
-// The offset of the first key of a row; strides as in AttentionParams.
-DEVICE int64_t bias_offset(const int64_t (&strides)[4], int batch, int head, int query) {
-  return batch * strides[0] + head * strides[1] + query * strides[2];
+// The offset of the first key of a row. diagonal: Sk - Sq.
+DEVICE int64_t bias_offset(const BiasStrides& strides, int batch, int head, int query, int diagonal) {
+  return batch * strides[0] + head * strides[1] + query * strides[2] + diagonal * strides[4];
 }
 
 // The value to add to a logit, from `offset`; T is the storage type.

@@ -235,11 +235,13 @@ struct OptionsStep {
   int q_len;
   int64_t bias, grad_bias;  // offsets of the head's first elements
 
-  DEVICE OptionsStep(const AttentionBackwardParams& p, const BackwardTask::Queries& queries, int head)
+  DEVICE OptionsStep(const AttentionBackwardParams& p, const BackwardTask::Queries& queries, const Visibility& visible,
+                     int head)
       : first_row(first_lse_row(p, queries.begin, queries.batch, head)),
         q_len(queries.count),
-        bias(bias_offset(p.bias_strides, queries.batch, head, 0)),
-        grad_bias(bias_offset(p.grad_bias_strides, queries.batch, head, 0)) {
+        bias(bias_offset(p.bias_strides, queries.batch, head, 0, visible.k_len - q_len)),
+        grad_bias(bias_offset(p.grad_bias_strides, queries.batch, head, 0, visible.k_len - q_len) +
+                  p.grad_bias_origin) {
     if (p.alibi_slopes != nullptr)
       slope = arch::load_global<float>(static_cast<const float*>(p.alibi_slopes) +
                                        queries.batch * p.alibi_batch_stride + head);

@@ -189,16 +189,16 @@ DEVICE void modify_logits(typename Tiles::Accumulators& s, const AttentionParams
                               ? 0.0f
                               : arch::load_global<float>(static_cast<const float*>(p.alibi_slopes) +
                                                          batch * p.alibi_batch_stride + head);
-      const int last_key = query + k_len - rows.count / rows.pack_gqa;  // the key on the diagonal
+      const int diagonal = k_len - rows.count / rows.pack_gqa;
       const bool has_bias = p.bias_kind != BiasKind::kNone && rows.first + row < rows.count;
-      const int64_t bias = bias_offset(p.bias_strides, batch, head, query);
+      const int64_t bias = bias_offset(p.bias_strides, batch, head, query, diagonal);
 #pragma unroll
       for (int n = 0; n < Tiles::kColumnTiles; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int key = column + Tiles::column_step(n) + e;
           float& x = s[m][n][2 * half + e];
-          x = plan.logits.logit(x) - slope * fabsf(float(last_key - key));
+          x = plan.logits.logit(x) - slope * fabsf(float(query + diagonal - key));
         }
         if (!has_bias) continue;
         const int key = column + Tiles::column_step(n);

@@ -194,9 +194,10 @@ Gradients backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const
   Tensor grad_sinks = empty_on(lse.device(), {is_given(o.sinks) ? shape.heads : 0}, lse.scalar_type());
   // Atomics add to a broadcast element in no fixed order. With one element per addend the result is deterministic.
   const bool deterministic_sum = cuda != nullptr && p.deterministic;
+  const int64_t columns = o.bias_is_relative ? o.bias->size(-1) : shape.longest_k;
   Tensor grad_bias = !needs_grad_bias ? empty_on(lse.device(), {0}, lse.scalar_type())
                      : deterministic_sum
-                         ? at::zeros({shape.batch, shape.heads, shape.longest_q, shape.longest_k}, lse.options())
+                         ? at::zeros({shape.batch, shape.heads, shape.longest_q, columns}, lse.options())
                          : at::zeros(o.bias->sizes(), lse.options());
   p.out = view_of(dense_out);
   p.grad_out = view_of(dense_grad_out);
@@ -209,7 +210,7 @@ Gradients backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const
   if (needs_grad_bias) {
     p.grad_bias = grad_bias.mutable_data_ptr();
     p.grad_bias_elements = grad_bias.numel();
-    broadcast_strides(grad_bias, p.grad_bias_strides);
+    p.grad_bias_origin = set_bias_strides(grad_bias, o.bias_is_relative, p.grad_bias_strides);
   }
   if (cuda != nullptr) {
     LaunchScope scope(query.device());

@@ -36,6 +36,17 @@ void check_side(const char* op, const char* name, OptionalInt side) {
                  *side);
 }
 
+// A relative bias has an element for every distance of a query and a key.
+void check_relative_bias(const char* op, const Tensor& bias, const AttentionShape& shape) {
+  const int64_t distances = 2 * std::max<int64_t>({1, shape.seqlen_q, shape.seqlen_k}) - 1;
+  const std::array<int64_t, 3> full{1, shape.heads, shape.batch};  // from dim -2 on
+  bool fits = bias.dim() >= 1 && bias.dim() <= 4 && bias.size(-1) % 2 == 1 && bias.size(-1) >= distances;
+  for (int64_t d = 2; fits && d <= bias.dim(); ++d) fits = bias.size(-d) == 1 || bias.size(-d) == full[size_t(d - 2)];
+  CUDA_EXT_CHECK(fits, op, "expected relative_bias of a shape that broadcasts to (batch, heads, 1, distances) = (",
+                 shape.batch, ", ", shape.heads, ", 1, ", distances, ") with an odd number of distances, or more, got ",
+                 shape_string(bias));
+}
+
 // Whether `tensor` broadcasts to (batch, heads, longest_q, longest_k).
 void check_broadcasts(const char* op, const char* name, const Tensor& tensor, const Tensor& query,
                       const AttentionShape& shape, bool varlen) {
@@ -51,13 +62,21 @@ void check_broadcasts(const char* op, const char* name, const Tensor& tensor, co
 
 void check_bias_and_mask(const char* op, const Tensor& query, const AttentionShape& shape, const AttentionOptions& o) {
   if (is_given(o.bias)) {
-    check_broadcasts(op, "attn_bias", *o.bias, query, shape, o.is_varlen());
+    const char* name = o.bias_is_relative ? "relative_bias" : "attn_bias";
+    if (o.bias_is_relative) {
+      check_relative_bias(op, *o.bias, shape);
+      check_same_device(op, name, *o.bias, "query", query);
+    } else {
+      check_broadcasts(op, name, *o.bias, query, shape, o.is_varlen());
+    }
     const auto type = o.bias->scalar_type(), own = query.scalar_type(), accumulation = accumulation_type(own);
-    CUDA_EXT_CHECK(type == own || type == accumulation, op, "expected attn_bias of dtype ",
+    CUDA_EXT_CHECK(type == own || type == accumulation, op, "expected ", name, " of dtype ",
                    own == accumulation ? "" : dtype_name(own) + " or ", dtype_name(accumulation),
                    " to match query, got ", dtype_name(type),
                    type == at::kBool ? "; give a boolean mask as attn_mask=" : "; convert it with .to()");
   }
+  CUDA_EXT_CHECK(is_given(o.bias) || !o.bias_is_relative, op,
+                 "expected attn_bias with bias_is_relative=True, got None; leave it False");
   if (is_given(o.mask)) {
     check_broadcasts(op, "attn_mask", *o.mask, query, shape, o.is_varlen());
     CUDA_EXT_CHECK(o.mask->scalar_type() == at::kBool, op, "expected attn_mask of dtype bool, got ",

@@ -39,11 +39,18 @@ struct Dense {
   Tensor value;   // (B, H, Sk, Dv)
   Tensor slopes;  // (H, 1, 1) or (B, H, 1, 1), or undefined
   Tensor sinks;   // (1, H, 1, 1), or undefined
-  Tensor bias;    // broadcasts to (B, H, rows, Sk), or undefined
+  Tensor bias;    // broadcasts to (B, H, rows, Sk), or undefined; relative: to (B, H, 1, distances)
   Tensor mask;    // the same
   DropoutRows dropout;
   double scale;
   int64_t first_row, all_rows;
+
+  // Row i - column j, counted from the diagonal: (rows, Sk).
+  Tensor distance() const {
+    const auto options = query.options().dtype(at::kLong);
+    const int64_t keys = key.size(2);
+    return at::arange(query.size(2), options).unsqueeze(1) + (first_row + keys - all_rows) - at::arange(keys, options);
+  }
 };
 
 // The steps of softmax(logits) that backward needs again.
@@ -145,12 +152,10 @@ Probs probs_of(const Dense& d, const AttentionOptions& o) {
   if (o.softcap > 0) w.capped = (w.capped / o.softcap).tanh() * o.softcap;
 
   Tensor logits = w.capped;
-  const auto index_options = options.dtype(at::kLong);
-  // Row i - column j, counted from the diagonal.
-  const Tensor distance = at::arange(rows, index_options).unsqueeze(1) + (d.first_row + keys - d.all_rows) -
-                          at::arange(keys, index_options);
+  const Tensor distance = d.distance();
   if (d.slopes.defined()) logits = logits - d.slopes * distance.abs().to(logits.scalar_type());
-  if (d.bias.defined()) logits = logits + d.bias.to(logits.scalar_type());
+  if (d.bias.defined())
+    logits = logits + (o.bias_is_relative ? bias_at_distances(d.bias, distance) : d.bias).to(logits.scalar_type());
   if (d.mask.defined()) logits = logits.masked_fill(d.mask.logical_not(), kHidden);
   if (o.window_left.has_value()) logits = logits.masked_fill(distance > *o.window_left, kHidden);
   if (o.causal)
@@ -189,6 +194,19 @@ std::tuple<Tensor, Tensor> dense_forward(const Dense& d, const AttentionOptions&
   return {at::cat(outs, 2).transpose(1, 2).to(type), at::cat(lses, 2)};
 }
 
+// The gradient of a relative bias: what is added to logits of one distance has the sum of their gradients.
+Tensor sum_by_distance(const Tensor& grad_logits, const Dense& d) {
+  std::vector<int64_t> sizes = d.bias.sizes().vec();
+  if (sizes.size() == 1) sizes.insert(sizes.begin(), 1);
+  sizes[sizes.size() - 2] = grad_logits.size(-2);
+  sizes.back() = grad_logits.size(-1);
+  const Tensor terms = grad_logits.sum_to_size(sizes).flatten(-2);
+  sizes.pop_back();
+  sizes.back() = d.bias.size(-1);
+  const Tensor index = (d.distance() + d.bias.size(-1) / 2).flatten();
+  return at::zeros(sizes, terms.options()).index_add(-1, index, terms).reshape(d.bias.sizes());
+}
+
 // The sum of tensors, as they come.
 void add_to(Tensor& total, const Tensor& term) { total = total.defined() ? total + term : term; }
 
@@ -212,7 +230,9 @@ AttentionGradients dense_backward(const Tensor& grad_out, const Tensor& grad_lse
     if (grad_lse.defined()) row = row + grad_lse.narrow(2, first, rows).unsqueeze(-1);
     const Tensor grad_logits = w.p * (grad_p + row);
     if (d.sinks.defined()) add_to(grad_sinks, (w.p_sink * row).sum({0, 2, 3}));
-    if (d.bias.defined()) bias_rows.push_back(grad_logits.sum_to_size(part.bias.sizes()));
+    if (d.bias.defined())
+      bias_rows.push_back(o.bias_is_relative ? sum_by_distance(grad_logits, part)
+                                             : grad_logits.sum_to_size(part.bias.sizes()));
     const Tensor grad_scores = o.softcap > 0 ? grad_logits * (1 - (w.capped / o.softcap).square()) : grad_logits;
     grad_queries.push_back(product(grad_scores, d.key, d.scale));
     add_to(grad_key, product(grad_scores.mT(), part.query, d.scale));
@@ -258,9 +278,10 @@ OptionalTensor slopes_of(const AttentionOptions& o, int64_t sequence) {
   return is_given(o.alibi_slopes) && o.alibi_slopes->dim() == 2 ? o.alibi_slopes->select(0, sequence) : o.alibi_slopes;
 }
 // The part of a bias or mask that belongs to a sequence, without the batch dimension.
-Tensor part_of(const Tensor& whole, const Segment& s) {
+Tensor part_of(const Tensor& whole, const Segment& s, bool is_relative = false) {
   if (!whole.defined()) return whole;
   Tensor part = whole.dim() == 4 ? whole.select(0, whole.size(0) == 1 ? 0 : s.index) : whole;
+  if (is_relative) return part;
   if (part.dim() >= 1 && part.size(-1) != 1) part = part.narrow(-1, 0, s.keys);
   if (part.dim() >= 2 && part.size(-2) != 1) part = part.narrow(-2, 0, s.rows);
   return part;
@@ -284,7 +305,7 @@ Dense prepare(const Segment& s, const Tensor& query, const Tensor& key, const Te
               const AttentionOptions& o) {
   Dense d = prepare(rows_of(query, s.first_q, s.rows), rows_of(key, s.first_k, s.keys),
                     rows_of(value, s.first_k, s.keys), slopes_of(o, s.index), dropout, o);
-  d.bias = part_of(d.bias, s);
+  d.bias = part_of(d.bias, s, o.bias_is_relative);
   d.mask = part_of(d.mask, s);
   return d;
 }
@@ -304,6 +325,20 @@ Tensor with_tail(std::vector<Tensor> parts, const Tensor& cu_seqlens, const Tens
 }
 
 }  // namespace
+
+Tensor bias_at_distances(const Tensor& bias, const Tensor& distance) {
+  const int64_t most = bias.size(-1) / 2;
+  const Tensor index = (distance + most).clamp(0, 2 * most).flatten(-2);
+  Tensor rows = bias.dim() >= 2 ? bias.squeeze(-2) : bias;  // (.., distances)
+  if (distance.dim() == 2) {
+    rows = rows.index_select(-1, index);
+  } else {
+    while (rows.dim() < 3) rows = rows.unsqueeze(0);
+    const int64_t batch = std::max(rows.size(0), index.size(0)), heads = rows.size(1);
+    rows = rows.expand({batch, heads, rows.size(2)}).gather(-1, index.unsqueeze(1).expand({batch, heads, -1}));
+  }
+  return rows.unflatten(-1, distance.sizes().slice(distance.dim() - 2));
+}
 
 std::tuple<Tensor, Tensor> composed_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                               const AttentionOptions& o, const Tensor& rng_state) {

@@ -13,6 +13,10 @@ namespace cuda_ext {
 std::tuple<Tensor, Tensor> composed_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                               const AttentionOptions& options, const Tensor& rng_state = {});
 
+// The values of a relative bias at `distance`, (rows, keys) or (batch, rows, keys), of int64: (.., heads, rows, keys).
+// Distances beyond the bias get its ends.
+Tensor bias_at_distances(const Tensor& bias, const Tensor& distance);
+
 // While it exists, ops compose attention on `device`: products in the dtype of their operands, whatever autocast wants.
 class Composing {
  public:

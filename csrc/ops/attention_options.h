@@ -20,9 +20,10 @@ using OptionalBool = std::optional<bool>;
 #define ATTENTION_LOGIT_NAMES causal, scale, window_left, window_right, softcap
 
 // The scalars that end the schema of every other op.
-#define ATTENTION_SCALAR_SCHEMA ATTENTION_LOGIT_SCHEMA ", float dropout_p=0.0, bool? deterministic=None"
-#define ATTENTION_SCALARS ATTENTION_LOGIT_SCALARS, double dropout_p, OptionalBool deterministic
-#define ATTENTION_SCALAR_NAMES ATTENTION_LOGIT_NAMES, dropout_p, deterministic
+#define ATTENTION_SCALAR_SCHEMA \
+  ATTENTION_LOGIT_SCHEMA ", float dropout_p=0.0, bool? deterministic=None, bool bias_is_relative=False"
+#define ATTENTION_SCALARS ATTENTION_LOGIT_SCALARS, double dropout_p, OptionalBool deterministic, bool bias_is_relative
+#define ATTENTION_SCALAR_NAMES ATTENTION_LOGIT_NAMES, dropout_p, deterministic, bias_is_relative
 
 // Positional, as rules of vmap need tensors.
 #define ATTENTION_TENSOR_SCHEMA                                                                     \
@@ -52,6 +53,8 @@ using OptionalBool = std::optional<bool>;
 
 struct AttentionOptions {
   OptionalTensor cu_seqlens_q, cu_seqlens_k;  // absent for sequences of equal length
+  // A relative bias broadcasts to (batch, heads, 1, 2 most + 1): element most + n is added where a key is n before the
+  // diagonal of its query.
   OptionalTensor alibi_slopes, sinks, bias, mask;
   // A BlockMask (attention.h), int32: block_keys (batch or 1, heads or 1, query blocks, 2 + 2 width), block_queries the
   // same of key blocks, block_tiles (2, tiles, 128, 4).
@@ -62,6 +65,7 @@ struct AttentionOptions {
   OptionalInt window_left{}, window_right{};
   double softcap = 0.0, dropout_p = 0.0;
   OptionalBool deterministic{};
+  bool bias_is_relative = false;
 
   bool is_varlen() const { return is_given(cu_seqlens_q); }
 
@@ -77,6 +81,7 @@ struct AttentionOptions {
     visit("softcap", self.softcap);
     visit("dropout_p", self.dropout_p);
     visit("deterministic", self.deterministic);
+    visit("bias_is_relative", self.bias_is_relative);
   }
 
   // Call an op whose schema ends in the options of one form, after the leading arguments.

@@ -2,7 +2,10 @@
 
 #include "ops/attention_params.h"
 
+#include <ATen/ops/arange.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/diff.h>
+#include <ATen/ops/full.h>
 
 #include <algorithm>
 #include <atomic>
@@ -10,6 +13,7 @@
 #include <limits>
 
 #include "attention/attention_cuda.h"
+#include "ops/attention_composed.h"
 #include "ops/product.h"
 
 namespace cuda_ext {
@@ -25,10 +29,16 @@ Tensor with_dense_rows(const Tensor& tensor, bool aligned) {
   return dense && tensor.is_contiguous() ? tensor.clone() : tensor.contiguous();
 }
 
-void broadcast_strides(const Tensor& tensor, int64_t (&strides)[4]) {
-  const int64_t missing = 4 - tensor.dim();
+int64_t set_bias_strides(const Tensor& bias, bool is_relative, BiasStrides& strides) {
+  const int64_t missing = 4 - bias.dim();
   for (int64_t d = 0; d < 4; ++d)
-    strides[d] = d < missing || tensor.size(d - missing) == 1 ? 0 : tensor.stride(d - missing);
+    strides[d] = d < missing || bias.size(d - missing) == 1 ? 0 : bias.stride(d - missing);
+  strides[4] = 0;
+  if (!is_relative) return 0;
+  strides[2] += 1;  // to the stride of rows, if each query has one
+  strides[3] = -1;
+  strides[4] = 1;
+  return bias.size(-1) / 2;
 }
 
 namespace {
@@ -42,9 +52,23 @@ Tensor with_adjacent_keys(Tensor bias) {
   return bias.contiguous();
 }
 
-void set_bias_and_mask(AttentionParams& p, AttentionOperands& operands, at::ScalarType type, const AttentionOptions& o,
-                       bool on_cuda) {
+// A relative bias as one of (batch, heads, queries, keys).
+Tensor dense_bias(const Tensor& bias, const AttentionShape& shape, const AttentionOptions& o) {
+  const auto options = bias.options().dtype(at::kLong);
+  const Tensor diagonal = o.is_varlen()
+                              ? (o.cu_seqlens_k->diff() - o.cu_seqlens_q->diff()).view({-1, 1, 1}).to(at::kLong)
+                              : at::full({1, 1, 1}, shape.longest_k - shape.longest_q, options);
+  const Tensor distance =
+      at::arange(shape.longest_q, options).unsqueeze(1) + diagonal - at::arange(shape.longest_k, options);
+  return bias_at_distances(bias, distance);
+}
+
+void set_bias_and_mask(AttentionParams& p, AttentionOperands& operands, const AttentionShape& shape,
+                       at::ScalarType type, const AttentionOptions& o, bool on_cuda) {
   if (is_given(o.bias)) operands.bias = with_adjacent_keys(*o.bias);
+  if (o.bias_is_relative && operands.bias.stride(-1) == 0) operands.bias = operands.bias.contiguous();
+  const bool is_relative = o.bias_is_relative && !(is_given(o.mask) && on_cuda);
+  if (o.bias_is_relative && !is_relative) operands.bias = dense_bias(operands.bias, shape, o);
   if (is_given(o.mask) && on_cuda) {
     operands.bias = is_given(o.bias) ? operands.bias.detach().masked_fill(o.mask->logical_not(),
                                                                           -std::numeric_limits<double>::infinity())
@@ -52,15 +76,15 @@ void set_bias_and_mask(AttentionParams& p, AttentionOperands& operands, at::Scal
   } else if (is_given(o.mask)) {
     operands.mask = with_adjacent_keys(*o.mask);
     p.mask = static_cast<const uint8_t*>(operands.mask.const_data_ptr());
-    broadcast_strides(operands.mask, p.mask_strides);
+    set_bias_strides(operands.mask, /*is_relative=*/false, p.mask_strides);
   }
   if (operands.bias.defined()) {
     const auto bias_type = operands.bias.scalar_type();
     p.bias_kind = bias_type == at::kBool                 ? BiasKind::kBoolean
                   : bias_type == accumulation_type(type) ? BiasKind::kAccumulation
                                                          : BiasKind::kStorage;
-    p.bias = operands.bias.const_data_ptr();
-    broadcast_strides(operands.bias, p.bias_strides);
+    const int64_t origin = set_bias_strides(operands.bias, is_relative, p.bias_strides);
+    p.bias = static_cast<const char*>(operands.bias.const_data_ptr()) + origin * operands.bias.element_size();
   }
 }
 
@@ -140,7 +164,7 @@ void fill_params(AttentionParams& p, AttentionOperands& operands, const Attentio
     operands.sinks = o.sinks->to(accumulation).contiguous();
     p.sinks = operands.sinks.const_data_ptr();
   }
-  set_bias_and_mask(p, operands, type, o, on_cuda);
+  set_bias_and_mask(p, operands, shape, type, o, on_cuda);
   p.block_mask = block_mask_of(o, operands.block_mask);
   p.dropout_p = o.dropout_p;
   p.uses_wgmma = wgmma_enabled;

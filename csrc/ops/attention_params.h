@@ -14,8 +14,9 @@ HeadsView view_of(const Tensor& tensor);
 // stride. CUDA kernels read 16 bytes at a time (`aligned`), so their rows must begin at multiples of 16 bytes.
 Tensor with_dense_rows(const Tensor& tensor, bool aligned);
 
-// Strides over the four dims that `tensor` broadcasts to; 0 where it is broadcast.
-void broadcast_strides(const Tensor& tensor, int64_t (&strides)[4]);
+// Sets the strides of a bias or mask, or of the gradient of a bias. Returns the element whose indices are all 0, which
+// is not the first one if the bias is relative.
+int64_t set_bias_strides(const Tensor& bias, bool is_relative, BiasStrides& strides);
 
 // Tensors that an AttentionParams points into; keeps them alive until the launch.
 struct AttentionOperands {

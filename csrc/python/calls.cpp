@@ -116,7 +116,7 @@ OP(mlp, Tensor(Given, Given, Given, Optional, Optional, Optional, Name))
 OP(gated_mlp, Tensor(Given, Given, Given, Optional, Optional, Optional, Name))
 OP(flash_attention,
    std::tuple<Tensor, Tensor>(Given, Given, Given, Optional, Optional, Optional, Optional, Optional, Optional, Optional,
-                              bool, std::optional<double>, Int, Int, double, double, std::optional<bool>))
+                              bool, std::optional<double>, Int, Int, double, double, std::optional<bool>, bool))
 
 #define METHOD(name) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(name)), METH_FASTCALL, nullptr}
 PyMethodDef methods[] = {METHOD(gemm),      METHOD(linear),          METHOD(gated_linear),          METHOD(mlp),

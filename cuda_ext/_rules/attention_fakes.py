@@ -43,6 +43,7 @@ def _check_attention(
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    bias_is_relative: bool = False,
     **scalars: Any,
 ) -> None:
     varlen = cu_seqlens_q is not None
@@ -75,8 +76,12 @@ def _check_attention(
     check_same_device(op, "query", query, alibi_slopes=alibi_slopes, sinks=sinks)
     full = [batch, heads, max_seqlen_q if varlen else seqlen_q, max_seqlen_k if varlen else seqlen_k]
     if attn_bias is not None:
-        _check_broadcasts(op, "attn_bias", attn_bias, query, full, varlen)
-        _check_bias_dtype(op, attn_bias, query)
+        name = "relative_bias" if bias_is_relative else "attn_bias"
+        if bias_is_relative:
+            _check_relative_bias(op, attn_bias, query, full)
+        else:
+            _check_broadcasts(op, name, attn_bias, query, full, varlen)
+        _check_bias_dtype(op, name, attn_bias, query)
     if attn_mask is not None:
         _check_broadcasts(op, "attn_mask", attn_mask, query, full, varlen)
         got = dtype_name(attn_mask.dtype)
@@ -172,7 +177,20 @@ def _check_broadcasts(op: str, name: str, tensor: Tensor, query: Tensor, full: l
     check_same_device(op, "query", query, **{name: tensor})
 
 
-def _check_bias_dtype(op: str, bias: Tensor, query: Tensor) -> None:
+def _check_relative_bias(op: str, bias: Tensor, query: Tensor, full: list[Any]) -> None:
+    batch, heads, *lengths = full
+    expected = (
+        f"expected relative_bias of a shape that broadcasts to (batch, heads, 1, distances) = ({batch}, {heads}, 1, "
+        f"distances) with an odd number of distances, got {shape_of(bias)}"
+    )
+    check(broadcasts_to(bias.shape, [batch, heads, 1, bias.shape[-1]]), op, expected)
+    check(bias.shape[-1] % 2 == 1, op, expected)
+    for length in lengths:
+        check(query.dim() == 3 or bias.shape[-1] >= 2 * length - 1, op, expected)
+    check_same_device(op, "query", query, relative_bias=bias)
+
+
+def _check_bias_dtype(op: str, name: str, bias: Tensor, query: Tensor) -> None:
     accumulation = _lse_dtype(query)
     own = "" if query.dtype == accumulation else f"{dtype_name(query.dtype)} or "
     got = dtype_name(bias.dtype)
@@ -180,7 +198,7 @@ def _check_bias_dtype(op: str, bias: Tensor, query: Tensor) -> None:
     check(
         bias.dtype in (query.dtype, accumulation),
         op,
-        f"expected attn_bias of dtype {own}{dtype_name(accumulation)} to match query, got {got}; {remedy}",
+        f"expected {name} of dtype {own}{dtype_name(accumulation)} to match query, got {got}; {remedy}",
     )
 
 

@@ -211,8 +211,13 @@ def _flash_attention(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
+    bias_is_relative: bool = False,
 ) -> tuple[Any, Any]:
     _refuse_dropout("flash_attention", dropout_p)
+    if bias_is_relative:
+        raise NotImplementedError(
+            f"{NAMESPACE}::flash_attention: relative_bias has no ONNX translation; give its values as attn_bias"
+        )
     right = 0 if causal else window_right
     visible = distance = None
     if window_left is not None or right is not None or alibi_slopes is not None:
@@ -246,6 +251,7 @@ def _flash_attention_varlen(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
+    bias_is_relative: bool = False,
 ) -> tuple[Any, Any]:
     """One attention over all rows, with a mask that keeps the sequences apart."""
     _refuse_dropout("flash_attention_varlen", dropout_p)

@@ -90,9 +90,9 @@ class SelfAttention(nn.Module):
     Options that `cuda_ext.flash_attention` refuses raise its RuntimeError in the constructor.
 
     Shape: input (B, S, E) -> (B, S, E). Optional: ``residual`` (B, S, E), added in the epilogue of the output
-    projection; ``attn_bias`` (numbers) and ``attn_mask`` (booleans, True = attend), which broadcast to (B, H, S, S), as
-    `cuda_ext.flash_attention` takes them; ``block_mask``, a `cuda_ext.BlockMask` of (S, S), such as that of packed
-    documents, whose rotary positions may count on through all of them. ``cache``, a layer of a
+    projection; ``attn_bias`` (numbers) and ``attn_mask`` (booleans, True = attend), which broadcast to (B, H, S, S),
+    and ``relative_bias``, as `cuda_ext.flash_attention` takes them; ``block_mask``, a `cuda_ext.BlockMask` of (S, S),
+    such as that of packed documents, whose rotary positions may count on through all of them. ``cache``, a layer of a
     `cuda_ext.nn.KeyValueCache`: for generation, without gradients; the keys of the input are appended to it, in place,
     and the input attends to all keys that it has.
 
@@ -159,6 +159,7 @@ class SelfAttention(nn.Module):
         *,
         attn_bias: Tensor | None = None,
         attn_mask: Tensor | None = None,
+        relative_bias: Tensor | None = None,
         block_mask: BlockMask | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
@@ -167,12 +168,14 @@ class SelfAttention(nn.Module):
         if self.rotary is not None:
             query_key = self.rotary(query_key, cache)
         query, key = query_key.split([self.num_heads, self.num_kv_heads], dim=2)
+        of_call: Options = {"attn_bias": attn_bias, "attn_mask": attn_mask, "relative_bias": relative_bias}
+        of_call["block_mask"] = block_mask
         if cache is None:
-            tensors: Options = {"attn_bias": attn_bias, "attn_mask": attn_mask, "block_mask": block_mask}
-            tensors["sinks"] = self.sinks
-            out = self._attend(query, key, value, **tensors)
+            of_call["sinks"] = self.sinks
+            out = self._attend(query, key, value, **of_call)
         else:
-            out = self._attend_to_cache(query, key, value, cache, attn_bias, attn_mask, block_mask)
+            self._check_cached(of_call)
+            out = self._attend_to_cache(query, key, value, cache)
         return self.o_proj(out.flatten(2), residual)
 
     def _check_options(self) -> None:
@@ -188,25 +191,16 @@ class SelfAttention(nn.Module):
         options: Options = {"causal": self.causal, "dropout_p": dropout_p, **self.options, **tensors}
         return flash_attention(query, key, value, **options)
 
-    def _attend_to_cache(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cache: LayerCache,
-        attn_bias: Tensor | None,
-        attn_mask: Tensor | None,
-        block_mask: BlockMask | None,
-    ) -> Tensor:
-        has_mask = not (attn_bias is attn_mask is None and block_mask is None)
-        if has_mask or (self.training and self.dropout_p > 0):
+    def _check_cached(self, of_call: Options) -> None:
+        given = [name for name, value in of_call.items() if value is not None]
+        given += [f"dropout_p={self.dropout_p}"] * (self.training and self.dropout_p > 0)
+        if given:
             raise RuntimeError(
-                "cuda_ext.nn.SelfAttention: expected no attn_bias, attn_mask, block_mask or dropout with cache, got "
-                f"attn_bias={'None' if attn_bias is None else 'a tensor'}, "
-                f"attn_mask={'None' if attn_mask is None else 'a tensor'}, block_mask={block_mask}, "
-                f"dropout_p={self.dropout_p if self.training else 0.0}; hide keys by window or by the lengths, and "
-                "call eval()"
+                f"cuda_ext.nn.SelfAttention: expected no {', '.join(of_call)} or dropout with cache, got "
+                f"{' and '.join(given)}; hide keys by window or by the lengths, and call eval()"
             )
+
+    def _attend_to_cache(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache) -> Tensor:
         return flash_attention_with_kvcache(
             query,
             cache.keys,

@@ -210,7 +210,8 @@ def reference_attention(
     (B, H, Sq). ``options`` are the keyword arguments of `cuda_ext.flash_attention`.
 
     The logit of query i and key j is ``softcap * tanh(scale * q.k / softcap) - slope * |i + Sk - Sq - j| + attn_bias``:
-    the soft cap comes before ALiBi and ``attn_bias``. ``attn_mask`` hides the keys where it is False; both broadcast to
+    the soft cap comes before ALiBi and ``attn_bias``. ``relative_bias`` (.., 2 R + 1) adds element R + clamp(d, -R, R),
+    where d = j - (i + Sk - Sq). ``attn_mask`` hides the keys where it is False; both broadcast to
     (B, H, Sq, Sk). ``block_mask`` hides what its `to_dense` has False. ``causal`` and ``window`` are aligned
     bottom-right: query i is at key position i + Sk - Sq. ``sinks`` (H,) adds one logit without a value to the
     denominator, and lse includes it. A row that sees no key gives zeros and lse = sink, or without sinks lse = -inf
@@ -250,6 +251,7 @@ def reference_attention_varlen(
     """
     total_q, heads, _ = query.shape
     dropout_p, slopes = options.get("dropout_p", 0.0), options.get("alibi_slopes")
+    relative = options.get("relative_bias")
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     if max_seqlen_k is None:
         max_seqlen_k = max((end - start for start, end in pairwise(starts_k)), default=0)
@@ -268,6 +270,7 @@ def reference_attention_varlen(
             **options,
             "alibi_slopes": slopes[n] if slopes is not None and slopes.dim() == 2 else slopes,
             "attn_bias": _part_of_sequence(options.get("attn_bias"), n, q1 - q0, k1 - k0),
+            "relative_bias": relative if relative is None or relative.dim() < 3 else relative[n % len(relative)],
             "attn_mask": _part_of_sequence(_dense_mask(**options), n, q1 - q0, k1 - k0),
             "block_mask": None,
         }
@@ -308,6 +311,7 @@ def _attention(
     sinks: Tensor | None = None,  # (H,)
     attn_bias: Tensor | None = None,  # broadcasts to (B, H, Sq, Sk)
     attn_mask: Tensor | None = None,  # the same, boolean
+    relative_bias: Tensor | None = None,  # (2 R + 1,), (H or 1, 2 R + 1) or (B or 1, H or 1, 2 R + 1)
     block_mask: BlockMask | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
@@ -331,6 +335,9 @@ def _attention(
         scores = scores - slopes * (i - j).abs().to(scores.dtype)
     if attn_bias is not None:
         scores = scores + attn_bias.to(scores.dtype)
+    if relative_bias is not None:
+        most = relative_bias.shape[-1] // 2
+        scores = scores + relative_bias.to(scores.dtype)[..., most + (j - i).clamp(-most, most)]
     attn_mask = _dense_mask(attn_mask=attn_mask, block_mask=block_mask)
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -math.inf)

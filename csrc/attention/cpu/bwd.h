@@ -98,6 +98,14 @@ struct BiasGradient {
   void add(const T* grad_logits, int64_t width, int64_t i_begin, int64_t queries, int64_t j_begin, int64_t keys) const {
     constexpr int lanes = kLanes<T>;
     T* const sums = data + i_begin * i_stride + j_begin * j_stride;
+    if (i_stride == 1 && j_stride == -1) {  // a relative bias
+      for (int64_t j = 0; j < keys; ++j)
+        for_vectors<T>(queries, [&](int64_t i, int64_t count) {
+          T* const to = sums + i - j;
+          store_partial(to, load_partial(to, count) + load_partial(grad_logits + j * width + i, count), count);
+        });
+      return;
+    }
     if (i_stride == 0) {
       Vec<T> sum{};
       for (int64_t j = 0; j < keys; ++j) {
@@ -289,9 +297,9 @@ class BackwardPass {
     splits_ = enough_for_threads(heads_.groups * shares_, key_blocks);
     if (bias_is_larger) shares_ = enough_for_threads(heads_.groups * splits_, heads_.members);
     in_place_ = splits_ == 1 && std::is_same_v<Storage, T> && p.dim % kLanes<T> == 0;
-    // Shares add to the same elements; so do splits, if the bias is broadcast over keys (and is then small).
-    bias_over_keys_ = p.grad_bias != nullptr && p.grad_bias_strides[3] == 0;
-    bias_parts_ = p.grad_bias == nullptr ? 1 : shares_ * (bias_over_keys_ ? splits_ : 1);
+    // Shares add to the same elements; so do splits, if the bias is broadcast over keys or relative (and then small).
+    splits_share_bias_ = p.grad_bias != nullptr && p.grad_bias_strides[3] <= 0;
+    bias_parts_ = p.grad_bias == nullptr ? 1 : shares_ * (splits_share_bias_ ? splits_ : 1);
   }
 
   void run() {
@@ -311,7 +319,7 @@ class BackwardPass {
           allocate<T>({{&head_grad_q, splits_ == 1 && !in_place_ ? group * longest_q_ * pitch_ : 0}});
       for (int64_t task; queue.next(task);) {
         const int64_t split = task % splits_, share = task / splits_ % shares_, index = task / splits_ / shares_;
-        T* const grad_bias = bias_part(bias_over_keys_ ? share * splits_ + split : share);
+        T* const grad_bias = bias_part(splits_share_bias_ ? share * splits_ + split : share);
         const int64_t end = (share + 1) * heads_.members / shares_;
         for (int64_t member = share * heads_.members / shares_; member < end; ++member)
           run_key_head(
@@ -396,20 +404,20 @@ class BackwardPass {
     const auto q = rows_of<const Storage>(p_.query, key_head.b, s.q_begin, h),
                grad_out = rows_of<const Storage>(p_.grad_out, key_head.b, s.q_begin, h);
     const auto grad_q = grad_q_of(key_head, s, h);
-    const BiasGradient<T> grad_bias{
-        key_head.grad_bias == nullptr
-            ? nullptr
-            : key_head.grad_bias + key_head.b * p_.grad_bias_strides[0] + h * p_.grad_bias_strides[1],
-        p_.grad_bias_strides[2], p_.grad_bias_strides[3]};
+    const BiasGradient<T> grad_bias{key_head.grad_bias == nullptr
+                                        ? nullptr
+                                        : key_head.grad_bias + p_.grad_bias_origin +
+                                              bias_offset(p_.grad_bias_strides, key_head.b, h, 0, s.k_len - s.q_len),
+                                    p_.grad_bias_strides[2], p_.grad_bias_strides[3]};
     const T* lse = static_cast<const T*>(p_.lse) + head.first_row;
     ListedBlocks listed[kMaskedBlocks];
     const BlockMask& mask = p_.block_mask;
-    if (mask)
-      for (int64_t n = 0; n < kMaskedBlocks; ++n)
-        if (n * kMaskBlock < keys)
-          listed[n].read(mask.queries_of_keys, key_head.b, h, j / kMaskBlock + n, mask.query_blocks);
-        else
-          listed[n].clear(mask.query_blocks);
+    for (int64_t n = 0; mask && n < kMaskedBlocks; ++n) {
+      if (n * kMaskBlock < keys)
+        listed[n].read(mask.queries_of_keys, key_head.b, h, j / kMaskBlock + n, mask.query_blocks);
+      else
+        listed[n].clear(mask.query_blocks);
+    }
     // Queries that see any key of the block, from the start of a panel.
     const int64_t i_first =
         std::clamp<int64_t>(j - head.visible.high, 0, s.q_len) / kPanelQueries<T> * kPanelQueries<T>;
@@ -543,9 +551,9 @@ class BackwardPass {
   int64_t longest_q_ = 0;
   bool few_queries_;  // as in few_queries.h: forward computed the logits there
   int64_t shares_, splits_;
-  bool in_place_;        // dQ is summed in the result
-  bool bias_over_keys_;  // the bias is broadcast over keys
-  int64_t bias_parts_;   // copies of the bias's gradient, the result included
+  bool in_place_;           // dQ is summed in the result
+  bool splits_share_bias_;  // all splits add to the same elements of the bias's gradient
+  int64_t bias_parts_;      // copies of the bias's gradient, the result included
   T* delta_;
   const Scratch delta_scratch_;
   T* split_grad_q_ = nullptr;      // (splits, rows, pitch) if there are several splits

@@ -164,7 +164,7 @@ struct RowTile {
       const T slope = static_cast<const T*>(p.alibi_slopes)[batch * p.alibi_batch_stride + h];
       for (int64_t j = 0; j < keys; ++j) logits[j] -= slope * T(std::abs(j_begin + j - i - (s.k_len - s.q_len)));
     }
-    for_bias_and_mask<T>(p, batch, h, i, [&](const auto* data, const int64_t (&strides)[4]) {
+    for_bias_and_mask<T>(p, batch, h, i, s.k_len - s.q_len, [&](const auto* data, const BiasStrides& strides) {
       for_vectors<T>(keys, [&](int64_t j, int64_t count) {
         apply_bias_values(data, logits + j, load_bias<T>(data + (j_begin + j) * strides[3], strides[3], count));
       });

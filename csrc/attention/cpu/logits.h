@@ -102,6 +102,13 @@ void add_bias(const Element* bias, int64_t i_stride, int64_t j_stride, int64_t q
     }
     return;
   }
+  if (i_stride == 1 && j_stride != 1) {  // a relative bias
+    for (int64_t j = 0; j < keys; ++j)
+      for_vectors<T>(queries, [&](int64_t i, int64_t count) {
+        apply_bias_values(bias, logits + j * width + i, load_bias<T>(bias + j * j_stride + i, 1, count));
+      });
+    return;
+  }
   if constexpr (std::is_same_v<Element, bfloat16_t>)
     if (j_stride == 1) return add_bias_two_keys(bias, i_stride, queries, keys, logits, width);
   for (int64_t i = 0; i < queries; i += lanes) {
@@ -116,11 +123,17 @@ void add_bias(const Element* bias, int64_t i_stride, int64_t j_stride, int64_t q
   }
 }
 
+// The offset of the first key of query i of a head. diagonal: Sk - Sq.
+inline int64_t bias_offset(const BiasStrides& strides, int64_t b, int64_t h, int64_t i, int64_t diagonal) {
+  return b * strides[0] + h * strides[1] + i * strides[2] + diagonal * strides[4];
+}
+
 // Calls f(pointer, strides) for the bias, with its own element type, and for the mask, if the call has them. The
 // pointers are to the first key of query i of a head.
 template <class T, class F>
-CUDA_EXT_INLINE void for_bias_and_mask(const AttentionParams& p, int64_t b, int64_t h, int64_t i, F&& f) {
-  const auto row = [&](const int64_t (&strides)[4]) { return b * strides[0] + h * strides[1] + i * strides[2]; };
+CUDA_EXT_INLINE void for_bias_and_mask(const AttentionParams& p, int64_t b, int64_t h, int64_t i, int64_t diagonal,
+                                       F&& f) {
+  const auto row = [&](const BiasStrides& strides) { return bias_offset(strides, b, h, i, diagonal); };
   if (p.bias_kind == BiasKind::kAccumulation) f(static_cast<const T*>(p.bias) + row(p.bias_strides), p.bias_strides);
   if (p.bias_kind == BiasKind::kStorage) {
     dispatch(p.dtype, [&](auto storage) {
@@ -133,7 +146,7 @@ CUDA_EXT_INLINE void for_bias_and_mask(const AttentionParams& p, int64_t b, int6
 }
 
 // Calls f(mask, strides, first, count) for those of keys [j_begin, j_begin + keys) that a tree mask is about: `count`
-// from `first` on. `mask` is the element of query i and the first of them. `oldest`: the first key of the tree, Sk - Sq.
+// from `first` on. mask: the element of query i and the first of them. oldest: the first key of the tree, Sk - Sq.
 template <class F>
 CUDA_EXT_INLINE void for_tree_mask(const KeyCache& cache, int64_t b, int64_t i, int64_t oldest, int64_t j_begin,
                                    int64_t keys, F&& f) {
@@ -222,7 +235,7 @@ struct HeadContext {
   // so that it overrides any bias.
   template <int Vectors>
   void apply_bias_and_mask(T* logits, int64_t i_begin, int64_t i_end, int64_t j_begin, int64_t keys) const {
-    for_bias_and_mask<T>(p, batch, index, i_begin, [&](const auto* data, const int64_t (&strides)[4]) {
+    for_bias_and_mask<T>(p, batch, index, i_begin, diagonal, [&](const auto* data, const BiasStrides& strides) {
       add_bias(data + j_begin * strides[3], strides[2], strides[3], i_end - i_begin, keys, logits, Vectors * kLanes<T>);
     });
     for_tree_mask(p.cache, batch, i_begin, diagonal, j_begin, keys,
