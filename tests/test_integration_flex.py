@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import random
 from typing import Any
@@ -445,12 +446,74 @@ def test_varlen_of_newer_releases() -> None:
     torch.testing.assert_close((out, lse, other), (wanted, wanted_lse, wanted))
 
 
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0), (3, 9), (-1, 4)])
+def test_varlen_of_the_first_keys(window: tuple[int, int]) -> None:
+    """Keys and values have room for more; gradients, which PyTorch does not have for this."""
+    lengths, room, used = [4, 0, 9], [12, 3, 20], [7, 2, 9]
+    starts_q, starts_k = (torch.tensor([0, *itertools.accumulate(each)]).int() for each in (lengths, room))
+    query = torch.randn(13, 4, 16, dtype=torch.float64, requires_grad=True)
+    key, value = (torch.randn(35, 2, 16, dtype=torch.float64) for _ in range(2))
+    rows = torch.cat([start + torch.arange(count) for start, count in zip(starts_k.tolist(), used)])
+    key[~torch.isin(torch.arange(35), rows)] = 1e3  # finite: what is hidden beside visible keys is multiplied by 0
+    leaves = [query, key.requires_grad_(), value.requires_grad_()]
+    options: dict[str, Any] = {"window_size": window, "return_aux": torch_varlen.AuxRequest(lse=True)}
+    with all_served():
+        more: dict[str, Any] = {"seqused_k": torch.tensor(used)}
+        found = varlen_attn(*leaves, starts_q, starts_k, 9, 20, **options, **more)
+    shorter = [query, key[rows], value[rows]]
+    starts = torch.tensor([0, *itertools.accumulate(used)]).int()
+    wanted = flex.varlen_attn(*shorter, starts_q, starts, 9, 9, **options)
+    torch.testing.assert_close(found, wanted)
+    grads = [
+        torch.autograd.grad([out.square().sum(), lse[lse.isfinite()].sum()], leaves) for out, lse in (found, wanted)
+    ]
+    torch.testing.assert_close(*grads)
+
+
+def test_varlen_into_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.11 does not have the function, so it gets one of the same arguments."""
+
+    def varlen_attn_out(
+        out: Tensor,
+        query: Any,
+        key: Any,
+        value: Any,
+        cu_seq_q: Any,
+        cu_seq_k: Any,
+        max_q: int,
+        max_k: int,
+        *,
+        return_aux: Any = None,
+        scale: Any = None,
+        window_size: Any = (-1, -1),
+        num_splits: Any = None,
+    ) -> Any:
+        raise NotImplementedError("of PyTorch")
+
+    monkeypatch.setattr(torch_varlen, "varlen_attn_out", varlen_attn_out, raising=False)
+    given, starts_q, starts_k = packed(grad=False)
+    aux = torch_varlen.AuxRequest(lse=True)
+    wanted, wanted_lse = flex.varlen_attn(*given, starts_q, starts_k, 33, 55, window_size=(-1, 0), return_aux=aux)
+    out = torch.full((*wanted.shape[:-1], 2 * wanted.shape[-1]), torch.nan, dtype=wanted.dtype)[..., ::2]
+    with all_served():
+        options: dict[str, Any] = {"window_size": (-1, 0), "return_aux": aux}
+        result, lse = varlen_attn_out(out, *given, starts_q, starts_k, 33, 55, **options)
+    assert result is out and torch.equal(out, wanted) and torch.equal(lse, wanted_lse)
+    assert flex.varlen_attn_out(out, *given, starts_q, starts_k, 33, 55) is out
+    with flex.enable(), pytest.raises(NotImplementedError, match="of PyTorch"):
+        varlen_attn_out(out[:1], *given, starts_q, starts_k, 33, 55)
+    with pytest.raises(NotImplementedError, match="of PyTorch"):
+        varlen_attn_out(out, *given, starts_q, starts_k, 33, 55)
+    query = given[0].clone().requires_grad_()
+    with pytest.raises(RuntimeError, match=r"flex\.varlen_attn_out: expected a call .*with gradients"):
+        flex.varlen_attn_out(out, query, *given[1:], starts_q, starts_k, 33, 55)
+
+
 def test_varlen_reasons() -> None:
     given, starts_q, starts_k = packed(grad=False)
     cases: dict[str, dict[str, Any]] = {
         "argument dropout_p": {"dropout_p": 0.1},
         "shapes": {"enable_gqa": False},
-        "seqused_k without block_table": {"seqused_k": torch.tensor([1, 1, 1])},
     }
     for reason, options in cases.items():
         flex.calls(reset=True)

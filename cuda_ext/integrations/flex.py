@@ -34,13 +34,15 @@ With ``fullgraph=True`` and in `torch.export` they run in PyTorch. In a CUDA gra
 from an earlier call.
 
 `varlen_attn` (`torch.nn.attention.varlen`) is served with all arguments of PyTorch 2.11. Those of newer versions are
-taken too: `enable_gqa`; `num_splits`; and `block_table`, with `seqused_k`, for inference with equal numbers of queries.
+taken too: `enable_gqa`; `num_splits`; `seqused_k`, with gradients; and `block_table`, with `seqused_k`, for inference
+with equal numbers of queries. So is their `varlen_attn_out`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.attention.flex_attention as torch_flex
@@ -53,23 +55,19 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 from cuda_ext._checks import autocasts
 from cuda_ext._switch import Enabled, Switch
 from cuda_ext.attention import flash_attention, flash_attention_varlen
+from cuda_ext.block_mask import BlockMask
 from cuda_ext.integrations.counting import Calls
 from cuda_ext.integrations.flex_block_masks import Converted, convert
 from cuda_ext.integrations.flex_score_mods import MAX_BIAS, Modification, NotServed, Positions, recognise
 from cuda_ext.integrations.rerouting import Rerouted
 from cuda_ext.kvcache import flash_attention_with_kvcache
 
-__all__ = ["MAX_BIAS", "calls", "disable", "enable", "flex_attention", "is_enabled", "varlen_attn"]
+__all__ = ["MAX_BIAS", "calls", "disable", "enable", "flex_attention", "is_enabled", "varlen_attn", "varlen_attn_out"]
 
 _KINDS = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NO_MASK_SIZE = torch_flex._create_empty_block_mask(*torch.empty(2, 1, 1, 1, 1)).BLOCK_SIZE
 _counter = Calls()
-
-
-class _Originals(NamedTuple):
-    flex_attention: Rerouted
-    varlen_attn: Rerouted
 
 
 def enable() -> Enabled:
@@ -112,17 +110,26 @@ def calls(*, reset: bool = False) -> dict[str, dict[str, int]]:
     return _counter.report(reset=reset)
 
 
-def _activate() -> _Originals:
-    flex = Rerouted(torch_flex.flex_attention, __name__, "_routed_flex")
+def _activate() -> dict[str, Rerouted]:
+    """By the names of the functions. PyTorch 2.11 has no `varlen_attn_out`."""
+    functions = {
+        "flex_attention": (torch_flex.flex_attention, "_routed_flex"),
+        "varlen_attn": (torch_varlen.varlen_attn, "_routed_varlen"),
+        "varlen_attn_out": (getattr(torch_varlen, "varlen_attn_out", None), "_routed_varlen_out"),
+    }
+    rerouted: dict[str, Rerouted] = {}
     try:
-        return _Originals(flex, Rerouted(torch_varlen.varlen_attn, __name__, "_routed_varlen"))
+        for name, (function, target) in functions.items():
+            if function is not None:
+                rerouted[name] = Rerouted(function, __name__, target)
     except RuntimeError:
-        flex.restore()
+        _deactivate(rerouted)
         raise
+    return rerouted
 
 
-def _deactivate(originals: _Originals) -> None:
-    for each in originals:
+def _deactivate(rerouted: dict[str, Rerouted]) -> None:
+    for each in rerouted.values():
         each.restore()
 
 
@@ -163,7 +170,7 @@ def _refusal(name: str, reason: NotServed, instead: str) -> str:
 
 
 def _routed_flex(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
-    original = _switch.state.flex_attention.original
+    original = _switch.state["flex_attention"].original
     if not torch.compiler.is_dynamo_compiling():
         found = _try_flex(query, key, value, arguments)
     elif arguments["score_mod"] is None and arguments["block_mask"] is None:
@@ -354,14 +361,68 @@ def varlen_attn(
         raise RuntimeError(_refusal("varlen_attn", reason, "varlen.varlen_attn")) from reason
 
 
+def varlen_attn_out(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    **arguments: Any,
+) -> Any:
+    """`varlen_attn_out` of `torch.nn.attention.varlen`, which PyTorch 2.11 does not have: `varlen_attn`, whose output
+    is copied to `out`, `(total_q, heads, dim_v)` of the dtype of `query`, any strides, and returned. No gradients.
+
+    Raises:
+        RuntimeError: what it cannot serve, with the reason.
+    """
+    try:
+        return _serve_varlen_out(out, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **arguments)
+    except NotServed as reason:
+        raise RuntimeError(_refusal("varlen_attn_out", reason, "varlen.varlen_attn_out")) from reason
+
+
 def _routed_varlen(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
-    original = _switch.state.varlen_attn.original
-    reason = _varlen_reason(query, key, value, **arguments)
-    if reason:
+    return _served_or_original("varlen_attn", _varlen_reason, _serve_varlen, query, key, value, **arguments)
+
+
+def _routed_varlen_out(out: Tensor, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
+    tensors = (out, query, key, value)
+    return _served_or_original("varlen_attn_out", _varlen_out_reason, _serve_varlen_out, *tensors, **arguments)
+
+
+def _served_or_original(
+    name: str, reason_of: Callable[..., str], serve: Callable[..., Any], *tensors: Tensor, **arguments: Any
+) -> Any:
+    original = _switch.state[name].original
+    if reason := reason_of(*tensors, **arguments):
         if not torch.compiler.is_compiling():
             _counter.refused(reason)
-        return original(query, key, value, **arguments)
-    return _serve_varlen(query, key, value, **arguments)
+        return original(*tensors, **arguments)
+    return serve(*tensors, **arguments)
+
+
+def _varlen_out_reason(out: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any) -> str:
+    if reason := _varlen_reason(query, key, value, *more, **options):
+        return reason
+    if torch.is_grad_enabled() and any(each.requires_grad for each in (out, query, key, value)):
+        return "varlen_attn_out with gradients"
+    if out.shape != (*query.shape[:-1], value.shape[-1]):
+        return "shapes"
+    return _tensor_reason(query, out)
+
+
+def _serve_varlen_out(
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: Any, return_aux: Any = None, **options: Any
+) -> Any:
+    if reason := _varlen_out_reason(out, query, key, value, *more, **options):
+        raise NotServed(reason)
+    result, lse = _attend_varlen(query, key, value, *more, **options)
+    _counter.served("varlen_attn_out")
+    out.copy_(result)
+    return (out, lse) if return_aux is not None and return_aux.lse else out
 
 
 _VARLEN = ("is_causal", "return_aux", "scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits")
@@ -384,8 +445,9 @@ def _varlen_reason(
     if len(options.get("window_size") or (-1, -1)) != 2:
         return "window_size"
     if not is_paged:
-        if options.get("seqused_k") is not None:
-            return "seqused_k without block_table"
+        captures = query.is_cuda and torch.cuda.is_current_stream_capturing()
+        if options.get("seqused_k") is not None and (captures or torch.compiler.is_compiling()):
+            return "seqused_k without block_table, under torch.compile or in a CUDA graph"
         return "" if isinstance(cu_seq_k, Tensor) else "cu_seq_k"
     if torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value)):
         return "block_table with gradients"
@@ -395,7 +457,15 @@ def _varlen_reason(
     return "block_table without seqused_k and cu_seq_k" if no_lengths else ""
 
 
-def _serve_varlen(
+def _serve_varlen(query: Tensor, key: Tensor, value: Tensor, *more: Any, return_aux: Any = None, **options: Any) -> Any:
+    if reason := _varlen_reason(query, key, value, *more, **options):
+        raise NotServed(reason)
+    _counter.served("varlen_attn")
+    out, lse = _attend_varlen(query, key, value, *more, **options)
+    return (out, lse) if return_aux is not None and return_aux.lse else out
+
+
+def _attend_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -404,15 +474,14 @@ def _serve_varlen(
     max_q: int,
     max_k: int,
     **options: Any,
-) -> Any:
-    if reason := _varlen_reason(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options):
-        raise NotServed(reason)
-    _counter.served("varlen_attn")
+) -> tuple[Tensor, Tensor]:
     left, right = (None if side < 0 else side for side in options.get("window_size") or (-1, -1))
     shared: dict[str, Any] = {"scale": options.get("scale"), "causal": options.get("is_causal") or False}
     shared |= {"window": None if left is right is None else (left, right), "return_lse": True}
     table = options.get("block_table")
     if table is None:
+        if options.get("seqused_k") is not None:
+            shared |= _first_keys(options["seqused_k"], cu_seq_q, max_q, max_k, shared)
         shared |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
         out, lse = flash_attention_varlen(query, key, value, cu_seq_q.int(), cu_seq_k.int(), **shared)
     else:
@@ -422,5 +491,15 @@ def _serve_varlen(
         in_rows = query.unflatten(0, (table.shape[0], max_q))
         out, lse = flash_attention_with_kvcache(in_rows, key, value, **where, **shared)
         out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
-    aux = options.get("return_aux")
-    return (out, lse) if aux is not None and aux.lse else out
+    return out, lse
+
+
+def _first_keys(used: Tensor, cu_seq_q: Tensor, max_q: int, max_k: int, shared: dict[str, Any]) -> dict[str, Any]:
+    """Options that hide all but the first `used` keys of each sequence, (B,), the last of which is on the diagonal."""
+    exists = torch.arange(max_k, device=used.device) < used.view(-1, 1, 1, 1)
+    left, right = shared["window"] or (None, None)
+    right = 0 if shared["causal"] else right
+    if left is right is None or max_q == 0 or max_k == 0:
+        return {"attn_mask": exists}
+    band = BlockMask.window(max_q, max_k, left, right, q_lengths=cu_seq_q.diff(), k_lengths=used)
+    return {"attn_mask": exists, "block_mask": band, "causal": False, "window": None}
