@@ -115,7 +115,8 @@ def flash_attention(
         deterministic: whether backward must give the same bits in every run; `None` follows
             `torch.use_deterministic_algorithms`. On the CPU every call does, for a given number of threads, and so does
             forward on a CUDA device. Deterministic backward on a CUDA device is slower: blocks add to the gradient of
-            `query` in turn, and the gradient of a broadcast `attn_bias` needs a float32 tensor of `(B, H, Sq, Sk)`.
+            `query` in turn, and the gradient of a broadcast `attn_bias` needs a float32 tensor of `(B, H, Sq, Sk)`,
+            that of `relative_bias` one of twice this size.
         return_lse: also return `lse`, `(B, H, Sq)`, the log-sum-exp of each row's logits, in float32 (float64 for
             float64). Differentiable.
 
