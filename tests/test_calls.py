@@ -25,7 +25,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "gated_linear": (A, W, torch.randn(6), None),
     "mlp": (A, torch.randn(3, 4), W2, None, V, None, "relu2"),
     "gated_mlp": (A, W, W2, torch.randn(6), None, torch.randn(5), "silu"),
-    "flash_attention": (Q, Q, Q, *[None] * 7, True, 0.5, 1, None, 0.0, 0.0, None),
+    "flash_attention": (Q, Q, Q, *[None] * 7, True, 0.5, 1, None, 0.0, 0.0, None, False),
 }
 
 
