@@ -204,6 +204,8 @@ class AttentionPlan:
     pack_gqa: int = 1
     #: Blocks that share the loop of a tile, and combine what they compute in the workspace.
     splits: int = 1
+    #: Blocks that share a list of a block mask, if it is much longer than others.
+    most_parts: int = 1
     tiles: int = 0
     #: Of the main kernel. If there are fewer than tiles, each computes several.
     blocks: int = 0
@@ -222,6 +224,7 @@ class AttentionPlan:
         parts += ["kernel with options"] * self.with_options
         parts += [f"{self.pack_gqa} heads share a tile"] * (self.pack_gqa > 1)
         parts += [f"{'queries' if self.backward else 'keys'} split among {self.splits} blocks"] * (self.splits > 1)
+        parts += [f"much longer lists than others divided among up to {self.most_parts} blocks"] * (self.most_parts > 1)
         parts += [f"{self.tiles} tiles, {self.blocks} blocks of {self.threads} threads", _workspace(self.workspace)]
         return "\n  ".join([of, "; ".join(parts)] + [f"not wgmma: {self.refusal}"] * bool(self.refusal))
 
@@ -283,7 +286,10 @@ def attention_plan(
         dims=(numbers["dim"], numbers["dim_v"]),
         tile=(numbers["block_m"], numbers["block_n"]),
         with_options=bool(numbers["with_options"]),
-        **{field: numbers[field] for field in ("pack_gqa", "splits", "tiles", "blocks", "threads", "workspace")},
+        **{
+            field: numbers[field]
+            for field in ("pack_gqa", "splits", "most_parts", "tiles", "blocks", "threads", "workspace")
+        },
     )
 
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.model.attention_work import QUERIES_OF_SEPARATE, AttentionTile, ListedProblem, steps_of_queries
+from benchmarks.model.attention_work import (
+    QUERIES_OF_SEPARATE,
+    AttentionTile,
+    Division,
+    ListedProblem,
+    steps_of_queries,
+)
+from benchmarks.model.evidence import Evidence
 from benchmarks.model.mask_work import lists_of
 from benchmarks.suites.bench_masks import Mask
 from cuda_ext.block_mask import BLOCK, BlockMask
@@ -52,3 +59,22 @@ def test_steps_are_those_of_the_lists(name: str, sizes: tuple[int, int]) -> None
     # The separate kernel for the gradients of queries has tiles of its own; its blocks are of all heads.
     of_head = forward_steps(pairs, QUERIES_OF_SEPARATE, sizes[1])
     assert steps_of_queries(problem, tile) == sorted(of_head * HEADS, reverse=True)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_lists_that_are_much_longer_than_others_have_parts(backward: bool) -> None:
+    """As LongLists in csrc/attention/scheduler.cuh, whose tiles and parts the emulator tells."""
+    choice = Evidence.recorded().simt.attention_choice(
+        *(backward, "bfloat16", (32 * BLOCK, 32 * BLOCK), (HEADS, HEADS), (64, 64), 1, (-1, -1), True, 90, 132)
+    )
+    tile = AttentionTile(**choice.tile)
+    own, looped = (tile.block_n, tile.block_m) if backward else (tile.block_m, tile.block_n)
+    assert (choice.long_tiles, choice.most_parts) == (BLOCK // own, 8)
+    problem = ListedProblem(1, 32 * BLOCK, HEADS, 64, lists=((3,) * 10 + (30,) + (5,) * 21,) * 2)
+    division = Division(choice.long_tiles, choice.most_parts, Evidence.recorded().simt.SHORTEST_PART)
+    steps = problem.steps_of_head(tile, backward, division)
+    # The longest that is not divided has 5 blocks.
+    of_block = BLOCK // looped
+    assert steps[: 6 * (BLOCK // own)] == [5 * of_block] * 6 * (BLOCK // own)
+    assert sum(steps) == sum(problem.steps_of_head(tile, backward))
+    assert max(problem.steps_of_head(tile, backward)) == 30 * of_block == 6 * max(steps)

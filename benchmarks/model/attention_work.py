@@ -58,6 +58,15 @@ class AttentionTile:
 
 
 @dataclass(frozen=True)
+class Division:
+    """Of the tiles with the longest lists of a block mask: LongLists in csrc/attention/scheduler.cuh."""
+
+    tiles: int = 0  # of a head
+    most_parts: int = 1
+    shortest: int = 1  # blocks of a part
+
+
+@dataclass(frozen=True)
 class ListedProblem(Problem):
     """Attention with a block mask."""
 
@@ -69,11 +78,28 @@ class ListedProblem(Problem):
     def op(self) -> str:
         return "flash_attention block mask"
 
-    def steps_of_head(self, tile: AttentionTile, backward: bool) -> list[int]:
-        """Steps of the blocks of a head, in backward of a group, the longest first."""
+    def parts(self, tile: AttentionTile, backward: bool, division: Division) -> list[int]:
+        """Among how many blocks each of the tiles with the longest lists is divided, as divided_among in
+        csrc/attention/block_lists.cuh."""
+        tiles_of_list = BLOCK // (tile.block_n if backward else tile.block_m)
+        counts = sorted(self.lists[backward], reverse=True)
+        if not division.tiles:
+            return []
+        other = max(counts[division.tiles // tiles_of_list], division.shortest)
+        return [min(max(counts[n // tiles_of_list] // other, 1), division.most_parts) for n in range(division.tiles)]
+
+    def steps_of_head(self, tile: AttentionTile, backward: bool, division: Division = Division()) -> list[int]:
+        """Steps of the blocks of a head, in backward of a group, the longest lists first."""
         looped, own = (tile.block_m, tile.block_n) if backward else (tile.block_n, tile.block_m)
         times = BLOCK // looped * (self.heads // self.groups if backward else 1)
-        return [times * count for count in sorted(self.lists[backward], reverse=True) for _ in range(BLOCK // own)]
+        counts = sorted(self.lists[backward], reverse=True)
+        of_tiles = [times * count for count in counts for _ in range(BLOCK // own)]
+        parts = self.parts(tile, backward, division)
+        steps = []
+        for n, count in enumerate(of_tiles):
+            part = math.ceil(count / parts[n]) if n < len(parts) else count
+            steps += [min(part, count - first) for first in range(0, count, part)] if part else [0]
+        return steps
 
 
 @dataclass(frozen=True)
@@ -108,6 +134,7 @@ class AttentionChoice:
     kernel: str  # template arguments of the main kernel, as in golden_kernels.json
     steps: tuple[int, ...]
     by_wgmma: bool
+    parts: int = 0  # of tiles that are divided, of all heads
 
     @property
     def has_kernel_for_queries(self) -> bool:
@@ -125,9 +152,13 @@ def attention_choice(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str,
         *(gpu.compute_capability, gpu.sms),
     )
     tile = AttentionTile(**choice.tile)
-    of_head = choice.steps
-    if isinstance(problem, (ListedProblem, PackedProblem)):
+    of_head, parts = choice.steps, 0
+    if isinstance(problem, PackedProblem):
         of_head = problem.steps_of_head(tile, backward)
+    if isinstance(problem, ListedProblem):
+        division = Division(choice.long_tiles, choice.most_parts, evidence.simt.SHORTEST_PART)
+        of_head = problem.steps_of_head(tile, backward, division)
+        parts = choice.head_batches * sum(n for n in problem.parts(tile, backward, division) if n > 1)
     if choice.splits > 1 or problem.deterministic:
         raise NotModelledError(
             f"{problem.op()} {problem.name()}: expected enough tiles to fill {gpu.name}, in any order; split keys "
@@ -138,7 +169,7 @@ def attention_choice(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str,
         of_section = min(choice.section, choice.head_batches - first)
         steps += (iterations for iterations in of_head for _ in range(of_section))
     by_wgmma = "4sm90" in choice.kernel  # its namespace
-    return AttentionChoice(tile, demangled(choice.kernel), tuple(steps), by_wgmma)
+    return AttentionChoice(tile, demangled(choice.kernel), tuple(steps), by_wgmma, parts)
 
 
 def attention_costs(evidence: Evidence, tile: AttentionTile, backward: bool) -> tuple[dict[str, float], ...]:
@@ -174,8 +205,36 @@ def attention_costs(evidence: Evidence, tile: AttentionTile, backward: bool) -> 
 
 
 def attention_work(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str, backward: bool) -> list[Work]:
-    """The Work of the main launch; in backward also that of the launches before and after it, which only move bytes."""
+    """The Work of the main launch; also that of the launches before and after it, which only move bytes."""
     choice = attention_choice(evidence, gpu, problem, dtype, backward)
+    return [*works_of_choice(evidence, gpu, problem, dtype, backward, choice), *parts_work(choice, backward)]
+
+
+def parts_work(choice: AttentionChoice, backward: bool) -> list[Work]:
+    """attention_combine_lists, or attention_bwd_finish of dK and of dV, which add what the parts of tiles have stored;
+    it is in L2."""
+    if not choice.parts:
+        return []
+    tile = choice.tile
+    bytes_of_part = 4 * (tile.block_n * (tile.dim + tile.dim_v) if backward else tile.block_m * (tile.dim_v + 1))
+    return [
+        Work(
+            blocks=choice.parts,
+            blocks_per_sm=1,
+            iterations=0,
+            iteration=Amounts(),
+            outside=Amounts(l2=2 * bytes_of_part),  # also what the main launch writes
+            in_flight=1,
+            memory_bytes=0.0,
+            launches=2 if backward else 1,
+            tail_waits=3,  # the lists, and what the parts have stored
+        )
+    ]
+
+
+def works_of_choice(
+    evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str, backward: bool, choice: AttentionChoice
+) -> list[Work]:
     if choice.by_wgmma:
         if choice.has_kernel_for_queries:
             return separate_backward_sm90_work(evidence, gpu, problem, choice)

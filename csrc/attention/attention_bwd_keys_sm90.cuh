@@ -265,8 +265,8 @@ DEVICE void store_sum(const AttentionBackwardParams& p, const BackwardPlan& plan
                       SharedAddress tile, const HeadsMap& map, const HeadsView& to, int64_t width, float* parts,
                       float factor, typename Grad::Accumulators& gradient) {
   using T = typename Kernel::Element;
-  if (plan.splits > 1) {
-    WorkspaceTile<Grad>(part_of<Grad>(p, plan, task, parts), Kernel::thread()).store(gradient, factor);
+  if (is_part<Kernel>(plan, task)) {
+    WorkspaceTile<Grad>(part_of<Kernel, Grad>(p, plan, task, parts), Kernel::thread()).store(gradient, factor);
     return;
   }
   sync_consumers<Kernel::kConsumers>();  // keys and values have been read

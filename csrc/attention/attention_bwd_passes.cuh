@@ -2,6 +2,7 @@
 // gradients, and the gradient of sinks.
 #pragma once
 
+#include "attention/block_lists.cuh"
 #include "attention/plan_bwd.cuh"
 #include "attention/rows.cuh"
 #include "rt/launch.cuh"
@@ -61,17 +62,49 @@ attention_bwd_rows(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
 
 // A gradient that attention_bwd_finish computes from float32 tiles in the workspace.
 struct FinishParams {
+  enum class Of : uint8_t { kQueries, kKeys, kLongLists };  // kLongLists: of keys whose lists are divided
   HeadsView to;
   float* tiles = nullptr;
-  int parts = 1;  // added in order
+  int parts = 1;  // added in order; of long lists, those that a list has
   int64_t part_stride = 0;
   float factor = 1.0f;
   int width = 0;
-  bool of_queries = false;
+  Of of = Of::kKeys;
 };
 
-// Adds the parts of a gradient and stores it. Grid: (tiles of all sequences) x heads, heads innermost. One barrier,
-// between staging the tile in shared memory (kRows, kColumns) and storing it.
+// A tile of rows, and where its first part is in the workspace. None if it has no parts.
+struct FinishTile {
+  int batch = 0, head = 0;
+  int first = kFar;   // row of the sequence
+  int64_t index = 0;  // of the tile in the workspace
+  int parts = 0;
+};
+
+template <int rows>
+DEVICE FinishTile find_finish_tile(const AttentionBackwardParams& p, const BackwardPlan& plan,
+                                   const FinishParams& finish) {
+  if (finish.of == FinishParams::Of::kLongLists) {
+    const LongLists& long_lists = plan.long_lists;
+    const BlockLists& lists = p.block_mask.queries_of_keys;
+    const int slot = arch::block_x(), head_batch = slot / long_lists.tiles, n = slot % long_lists.tiles;
+    const int batch = head_batch / int(p.heads_kv), head = head_batch % int(p.heads_kv);
+    const int first_head = head * int(p.heads / p.heads_kv);
+    const int parts = divided_among(lists, batch, first_head, long_lists, n);
+    if (parts == 1) return {};
+    return {batch, head, longest_tile(lists, batch, first_head, n, rows) * rows, slot, parts};
+  }
+  const bool of_queries = finish.of == FinishParams::Of::kQueries;
+  const int heads = int(of_queries ? p.heads : p.heads_kv);
+  const int head = arch::block_x() % heads, tile = arch::block_x() / heads;  // among all sequences
+  const int batch = of_queries ? sequence_of_tile<rows>(p, plan, tile) : tile / plan.schedule.tiles;
+  const int first_of_batch = of_queries ? first_tile<rows>(p, plan, batch) : batch * plan.schedule.tiles;
+  const int64_t index = of_queries ? head * (plan.head_rows / rows) + tile
+                                   : (int64_t(batch) * heads + head) * plan.schedule.tiles + (tile - first_of_batch);
+  return {batch, head, (tile - first_of_batch) * rows, index, finish.parts};
+}
+
+// Adds the parts of a gradient and stores it. Grid: (tiles of all sequences) x heads, heads innermost; of long lists,
+// the slots. One barrier, between staging the tile in shared memory (kRows, kColumns) and storing it.
 template <class T, class Tiles>
 GLOBAL(Tiles::kThreads, 1)
 attention_bwd_finish(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT BackwardPlan plan,
@@ -81,26 +114,21 @@ attention_bwd_finish(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Back
     alignas(128) unsigned char tile[Tile::kBytes];
   };
   SHARED_STORAGE(Storage, shared);
-  const int heads = int(finish.of_queries ? p.heads : p.heads_kv);
-  const int head = arch::block_x() % heads, tile = arch::block_x() / heads;  // among all sequences
-  const int batch = finish.of_queries ? sequence_of_tile<Tiles::kRows>(p, plan, tile) : tile / plan.schedule.tiles;
-  const int first_of_batch = finish.of_queries ? first_tile<Tiles::kRows>(p, plan, batch) : batch * plan.schedule.tiles;
-  const int first = (tile - first_of_batch) * Tiles::kRows;
-  const Sequence sequence(p, batch);
-  const int left = (finish.of_queries ? sequence.q_len : sequence.k_len) - first;
+  const bool of_queries = finish.of == FinishParams::Of::kQueries;
+  const FinishTile tile = find_finish_tile<Tiles::kRows>(p, plan, finish);
+  const Sequence sequence(p, tile.batch);
+  const int left = (of_queries ? sequence.q_len : sequence.k_len) - tile.first;
   if (left <= 0) return;
 
-  const int64_t index = finish.of_queries
-                            ? head * (plan.head_rows / Tiles::kRows) + tile
-                            : (int64_t(batch) * heads + head) * plan.schedule.tiles + (tile - first_of_batch);
-  float* const from = finish.tiles + index * Tiles::kRows * Tiles::kColumns;
+  float* const from = finish.tiles + tile.index * Tiles::kRows * Tiles::kColumns;
   typename Tiles::Accumulators sum = {};
-  for (int part = 0; part < finish.parts; ++part) WorkspaceTile<Tiles>(from + part * finish.part_stride).add_to(sum);
+  for (int part = 0; part < tile.parts; ++part) WorkspaceTile<Tiles>(from + part * finish.part_stride).add_to(sum);
   const arch::SharedAddress staged = arch::shared_address(shared.tile);
   stage<Tiles, Tile>(staged, sum, finish.factor);
   arch::sync_threads();
   write_lines<Tile, Tiles::kThreads>(
-      staged, row_of<T>(finish.to, batch, (finish.of_queries ? sequence.q_begin : sequence.k_begin) + first, head),
+      staged,
+      row_of<T>(finish.to, tile.batch, (of_queries ? sequence.q_begin : sequence.k_begin) + tile.first, tile.head),
       finish.to.seq_stride, left, finish.width);
 }
 
@@ -146,8 +174,10 @@ void launch_rows(const AttentionBackwardParams& p, const BackwardPlan& plan, voi
 template <class T, class Tiles>
 void launch_finish(const AttentionBackwardParams& p, const BackwardPlan& plan, const FinishParams& finish,
                    void* stream) {
-  const int blocks = finish.of_queries ? int(p.heads) * (plan.head_rows / Tiles::kRows)
-                                       : plan.schedule.head_batches * plan.schedule.tiles;
+  using Of = FinishParams::Of;
+  const int blocks = finish.of == Of::kQueries     ? int(p.heads) * (plan.head_rows / Tiles::kRows)
+                     : finish.of == Of::kLongLists ? plan.long_lists.slots
+                                                   : plan.schedule.head_batches * plan.schedule.tiles;
   if (blocks == 0 || finish.width == 0) return;
   rt::launch<attention_bwd_finish<T, Tiles>>("attention_bwd_finish",
                                              {.grid = {blocks},
@@ -180,15 +210,17 @@ void launch_after(const AttentionBackwardParams& p, const BackwardPlan& plan, vo
                                                .tiles = plan.grad_query,
                                                .factor = plan.logits.scale,
                                                .width = int(p.dim),
-                                               .of_queries = true},
+                                               .of = FinishParams::Of::kQueries},
                                               stream);
-  if (plan.splits > 1) {
-    const int64_t tiles = int64_t(plan.schedule.head_batches) * plan.schedule.tiles;
+  if (plan.splits > 1 || plan.long_lists.slots > 0) {
+    const int64_t tiles =
+        plan.splits > 1 ? int64_t(plan.schedule.head_batches) * plan.schedule.tiles : plan.long_lists.slots;
     FinishParams finish{.to = p.grad_key,
                         .tiles = plan.grad_key,
                         .parts = plan.splits,
                         .part_stride = tiles * GradK::kRows * GradK::kColumns,
-                        .width = int(p.dim)};
+                        .width = int(p.dim),
+                        .of = plan.splits > 1 ? FinishParams::Of::kKeys : FinishParams::Of::kLongLists};
     launch_finish<T, GradK>(p, plan, finish, stream);
     finish.to = p.grad_value;
     finish.tiles = plan.grad_value;

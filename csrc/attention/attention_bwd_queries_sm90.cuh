@@ -271,7 +271,8 @@ attention_bwd_queries_sm90(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTAN
   bool has_keys;
   {
     TileIndex index = schedule.find(arch::block_x());
-    ForwardTask::order_by_lists<Kernel>(p, schedule, index);
+    if constexpr (Kernel::kWithOptions)
+      if (p.block_mask.query_blocks > 0) index.tile = ForwardTask::list_part<Kernel>(p, schedule, {}, index).tile;
     const Sequence sequence(p, index.batch);
     const TileRows rows{index.tile * Kernel::kBlockM, sequence.q_len, 1, index.head};
     if (rows.first >= rows.count) return;

@@ -10,7 +10,8 @@
 //                4. attention_bwd_sinks: the gradient of sinks. 1, 3 and 4 are in attention_bwd_passes.cuh.
 // Tile           A block has block_n keys of one key head, and loops over the tiles of block_m queries that see any of
 //                them, of all query heads of the group one after the other. dK and dV are complete after the loop. If
-//                that makes too few blocks, the loop is divided among several, whose parts kernel 3 adds. Sizes:
+//                that makes too few blocks, the loop is divided among several, whose parts kernel 3 adds; so are lists
+//                of a block mask that are much longer than others (LongLists). Sizes:
 //                kBackwardTiles in tiles_sm80.h.
 // Warps          Scores are transposed, (keys, queries). A warp has 16 or 32 keys, and its P^T and dS^T, in the layout
 //                of mma results, are operands of dV and dK without leaving registers. dQ is a sum over keys, so dS goes
@@ -264,12 +265,10 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   const BackwardTask::Head head = load_struct(shared.task.head);
   const int batch = load_struct(shared.task.queries).batch;
   const float value_factor = Kernel::kWithOptions ? plan.kept_scale : 1.0f;
-  if (plan.splits > 1) {
-    const int64_t part = arch::block_x() % plan.splits;
-    const int64_t tile = (part * plan.schedule.head_batches + batch * p.heads_kv + head.head_kv) * plan.schedule.tiles +
-                         keys.first / kBlockN;
-    WorkspaceTile<GradK>(plan.grad_key + tile * GradK::kRows * GradK::kColumns).store(grad_key, plan.logits.scale);
-    WorkspaceTile<GradV>(plan.grad_value + tile * GradV::kRows * GradV::kColumns).store(grad_value, value_factor);
+  if (is_part<Kernel>(plan, shared.task)) {
+    WorkspaceTile<GradK>(part_of<Kernel, GradK>(p, plan, shared.task, plan.grad_key))
+        .store(grad_key, plan.logits.scale);
+    WorkspaceTile<GradV>(part_of<Kernel, GradV>(p, plan, shared.task, plan.grad_value)).store(grad_value, value_factor);
     return;
   }
   arch::sync_threads();  // keys and values have been read

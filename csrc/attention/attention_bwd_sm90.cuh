@@ -308,10 +308,10 @@ DEVICE void store_gradients(const AttentionBackwardParams& p, const BackwardPlan
   using GradK = typename Kernel::GradK;
   using GradV = typename Kernel::GradV;
   const float value_factor = Kernel::kWithOptions ? plan.kept_scale : 1.0f;
-  if (plan.splits > 1) {
-    WorkspaceTile<GradK>(part_of<GradK>(p, plan, shared.task, plan.grad_key), Kernel::thread())
+  if (is_part<Kernel>(plan, shared.task)) {
+    WorkspaceTile<GradK>(part_of<Kernel, GradK>(p, plan, shared.task, plan.grad_key), Kernel::thread())
         .store(grad_key, plan.logits.scale);
-    WorkspaceTile<GradV>(part_of<GradV>(p, plan, shared.task, plan.grad_value), Kernel::thread())
+    WorkspaceTile<GradV>(part_of<Kernel, GradV>(p, plan, shared.task, plan.grad_value), Kernel::thread())
         .store(grad_value, value_factor);
     return;
   }

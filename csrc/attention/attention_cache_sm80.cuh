@@ -17,6 +17,7 @@
 //                (OperandTile); two stages of CacheRow; the ForwardTask; maxima and sums of rows (key_warps, block_m).
 //                At the end float32 outputs (key_warps, block_m, dim_v + 8) in the place of the operands.
 // Registers      per thread: block_n / key_warps / 2 logits, dim_v / 2 outputs.
+// Tree mask      hides keys among the newest Sq: tiles that reach these read a byte of it for each logit.
 // Results        go to the output or, if the keys are split, to the workspace, for attention_cache_combine.
 #pragma once
 

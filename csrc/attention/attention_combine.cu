@@ -8,9 +8,15 @@ namespace cuda_ext::attention {
 template <class T>
 void launch_combine(const AttentionParams& params, const ForwardPlan& plan, void* stream) {
   constexpr int kThreads = 128;
-  const int64_t blocks = (lse_rows(params) + kThreads / 32 - 1) / (kThreads / 32);
-  rt::launch<attention_combine<T, kThreads>>(
-      "attention_combine", {.grid = {int(blocks)}, .threads = kThreads, .stream = stream}, params, plan);
+  const auto launch = [&]<auto kernel>(const char* name, int64_t rows) {
+    const int64_t blocks = (rows + kThreads / 32 - 1) / (kThreads / 32);
+    rt::launch<kernel>(name, {.grid = {int(blocks)}, .threads = kThreads, .stream = stream}, params, plan);
+  };
+  if (plan.splits > 1)
+    launch.template operator()<attention_combine<T, kThreads>>("attention_combine", lse_rows(params));
+  if (plan.long_lists.slots > 0)
+    launch.template operator()<attention_combine_lists<T, kThreads>>(
+        "attention_combine_lists", int64_t(plan.long_lists.slots) * plan.long_lists.rows);
 }
 
 template void launch_combine<float>(const AttentionParams&, const ForwardPlan&, void*);

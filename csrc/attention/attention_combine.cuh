@@ -5,6 +5,7 @@
 
 #include "arch/math.cuh"
 #include "arch/warp.cuh"
+#include "attention/block_lists.cuh"
 #include "attention/plan_fwd.cuh"
 #include "attention/rows.cuh"
 
@@ -64,6 +65,26 @@ attention_combine(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pla
   const int64_t head = row / queries, query = row % queries;
   combine_row<T>(plan, plan.splits, rows, row, static_cast<float*>(p.lse) + row,
                  row_of<T>(p.out, varlen ? 0 : int(head / p.heads), query, int(head % p.heads)), int(p.dim_v));
+}
+
+// Combines the parts of the rows whose lists are divided (LongLists). One warp for each row of a slot; no shared memory
+// and no barriers.
+template <class T, int threads>
+GLOBAL(threads, 1)
+attention_combine_lists(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan plan) {
+  const LongLists& long_lists = plan.long_lists;
+  const int64_t rows = int64_t(long_lists.slots) * long_lists.rows;
+  const int64_t row = int64_t(arch::block_x()) * (threads / arch::kWarpSize) + arch::thread_index() / arch::kWarpSize;
+  if (row >= rows) return;
+  const int slot = int(row / long_lists.rows), head_batch = slot / long_lists.tiles, n = slot % long_lists.tiles;
+  const int batch = head_batch / int(p.heads), head = head_batch % int(p.heads);
+  const BlockLists& lists = p.block_mask.keys_of_queries;
+  const int parts = divided_among(lists, batch, head, long_lists, n);
+  const int query = longest_tile(lists, batch, head, n, long_lists.rows) * long_lists.rows + int(row % long_lists.rows);
+  const Sequence sequence(p, batch);
+  if (parts == 1 || query >= sequence.q_len) return;
+  combine_row<T>(plan, parts, rows, row, static_cast<float*>(p.lse) + lse_row(p, sequence, batch, head, query),
+                 row_of<T>(p.out, batch, sequence.q_begin + query, head), int(p.dim_v));
 }
 
 }  // namespace cuda_ext::attention

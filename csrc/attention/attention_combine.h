@@ -1,4 +1,4 @@
-// The launcher of the second kernel of attention forward, if the keys of a tile are divided among several blocks.
+// The launcher of the second kernel of attention forward, if the keys of tiles are divided among several blocks.
 #pragma once
 
 #include "attention/attention.h"
@@ -7,7 +7,7 @@ namespace cuda_ext::attention {
 
 struct ForwardPlan;
 
-// T: half_t or bfloat16_t.
+// Does nothing if no tile is divided. T: float, half_t or bfloat16_t.
 template <class T>
 void launch_combine(const AttentionParams& params, const ForwardPlan& plan, void* stream);
 

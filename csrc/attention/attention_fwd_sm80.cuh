@@ -27,7 +27,7 @@
 //                thread loads one word for each of its rows, with a bit for each of its columns.
 // Splits         If the tiles would not fill the GPU, the keys of a tile are divided among several blocks. Each stores
 //                its output and log-sum-exp in the workspace, and a second kernel combines them
-//                (attention_combine.cuh).
+//                (attention_combine.cuh). So are lists that are much longer than others (LongLists).
 #pragma once
 
 #include <cstddef>
@@ -107,6 +107,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
 
   const arch::SharedAddress base = arch::shared_address(&shared);
   const auto row_at = [](int m, int half) { return LogitTiles::row(m, half, arch::opaque_thread_index()); };
+  const auto split = [&] { return Kernel::kWithOptions ? load_struct(shared.task.part).index : arch::block_y(); };
 
   typename OutTiles::Accumulators out = {};
   OnlineSoftmax<kRowTiles> softmax;
@@ -114,7 +115,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
   {
     const TileRows rows = load_struct(shared.task.rows);
     const TilePosition position = load_struct(shared.task.position);
-    begin_rows(p, rows, arch::block_y() == 0, row_at, softmax, sums);
+    begin_rows(p, rows, split() == 0, row_at, softmax, sums);
     if constexpr (Kernel::kSumsInShared) store_struct(shared.sums[arch::thread_index()], sums);
     // The queries arrive together with the first keys.
     if (begin < end)
@@ -199,8 +200,8 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
   const TilePosition position = load_struct(shared.task.position);
   if constexpr (Kernel::kSumsInShared) sums = load_struct(shared.sums[arch::opaque_thread_index()]);
   // Divide by the sums, and store lse.
-  finish_rows<OutTiles, Kernel::kWithOptions>(p, plan, rows, position, arch::block_y(), row_at, softmax, sums, out);
-  if (plan.splits > 1) return;
+  finish_rows<Kernel>(p, plan, shared.task, rows, position, split(), row_at, softmax, sums, out);
+  if (is_part<Kernel>(plan, shared.task)) return;
 
   // Staged in shared memory, so that rows are stored 16 bytes at a time.
   const arch::SharedAddress staged = arch::shared_address(shared.q);

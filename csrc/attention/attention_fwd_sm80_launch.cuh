@@ -54,7 +54,7 @@ void ForwardLauncher<T, dim>::launch(const AttentionParams& params, const Alloca
                                             .stream = stream},
                                            params, plan);
   });
-  if (plan.splits > 1) launch_combine<T>(params, plan, stream);
+  launch_combine<T>(params, plan, stream);
 }
 
 }  // namespace cuda_ext::attention::sm80

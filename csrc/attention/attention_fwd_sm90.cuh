@@ -359,9 +359,9 @@ DEVICE void consume(const AttentionParams& p, const ForwardPlan& plan, const For
       attend<Kernel>(p, plan, shared, keys, values, turns, out, softmax, sums);
     const TileRows rows = load_struct(shared.task.rows);
     const TilePosition position = load_struct(shared.task.position);
-    finish_rows<typename Kernel::OutTiles, Kernel::kWithOptions>(
-        p, plan, rows, position, load_struct(shared.task.end).split, Kernel::row_at, softmax, sums, out);
-    if (plan.splits == 1)
+    finish_rows<Kernel>(p, plan, shared.task, rows, position, load_struct(shared.task.end).split, Kernel::row_at,
+                        softmax, sums, out);
+    if (!is_part<Kernel>(plan, shared.task))
       store_out<Kernel>(p, maps, rows, position, shared, out);
     else
       ConsumerThreads::sync();  // all warps have read their queries and their task

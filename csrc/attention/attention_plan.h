@@ -14,6 +14,7 @@ struct AttentionPlan {
   bool with_options = false;     // the kernel for has_options
   int pack_gqa = 1;              // heads whose queries share a tile
   int splits = 1;                // blocks that share the work of a tile
+  int most_parts = 1;            // blocks that share a list of a block mask that is much longer than others
   int64_t tiles = 0;
   int64_t blocks = 0;  // of the main kernel; fewer than tiles: each computes several
   int threads = 0;     // of a block

@@ -3,12 +3,70 @@
 
 #include "arch/memory.cuh"
 #include "attention/mask.cuh"
+#include "attention/scheduler.cuh"
+#include "tile/shared_struct.cuh"
 
 namespace cuda_ext::attention {
 
 DEVICE const int32_t* list_at(const BlockLists& lists, int batch, int head, int block) {
   return lists.data + batch * lists.batch_stride + head * lists.head_stride + block * lists.block_stride;
 }
+
+// The tile of `rows` rows with the n-th longest list.
+DEVICE int longest_tile(const BlockLists& lists, int batch, int head, int n, int rows) {
+  const int tiles = int(kMaskBlock) / rows;  // of a block
+  return arch::load_global<int32_t>(list_at(lists, batch, head, n / tiles)) * tiles + n % tiles;
+}
+
+// Among how many blocks the list of the tile with the n-th longest is divided: as many as keep a part as long as the
+// longest list that is never divided.
+DEVICE int divided_among(const BlockLists& lists, int batch, int head, const LongLists& long_lists, int n) {
+  const auto length = [&](int n) {
+    return arch::load_global<int32_t>(list_at(lists, batch, head, longest_tile(lists, batch, head, n, kMaskBlock)) + 1);
+  };
+  const int tiles = int(kMaskBlock) / long_lists.rows;
+  const int other = length(long_lists.tiles / tiles);
+  const int parts = length(n / tiles) / (other > kShortestPart ? other : kShortestPart);
+  return parts < 1 ? 1 : parts < long_lists.most_parts ? parts : long_lists.most_parts;
+}
+
+// Which of the parts of a tile's list a block has.
+struct alignas(8) Part {
+  int index = 0;
+  int slot = -1;  // of LongLists; none if there is only one part
+};
+
+// Whether a block has a part of the loop of its tile.
+template <class Kernel, class Plan, class Task>
+DEVICE bool is_part(const Plan& plan, const Task& task) {
+  if constexpr (Kernel::kWithOptions)
+    if (tile::load_struct(task.part).slot >= 0) return true;
+  return plan.splits > 1;
+}
+
+// What a block has of the list of a tile.
+struct ListPart {
+  int tile = 0;
+  int parts = 1;
+  Part part;  // nothing, if its index is not below `parts`
+
+  // Block n of a head of a sequence, in the order in which they start; `rows` of a tile.
+  DEVICE static ListPart find(const BlockLists& lists, const LongLists& long_lists, int batch, int head, int heads,
+                              int n, int rows) {
+    ListPart found;
+    const int long_blocks = long_lists.tiles * long_lists.most_parts;
+    if (n >= long_blocks) {
+      n -= long_blocks - long_lists.tiles;
+    } else {
+      found.part.index = n % long_lists.most_parts;
+      n /= long_lists.most_parts;
+      found.parts = divided_among(lists, batch, head, long_lists, n);
+      if (found.parts > 1) found.part.slot = long_lists.slot(batch * heads + head, n);
+    }
+    found.tile = longest_tile(lists, batch, head, n, rows);
+    return found;
+  }
+};
 
 // A list as steps of a kernel with tiles of `rows` rows, several for each block.
 template <int rows>
@@ -29,11 +87,6 @@ struct ListedTiles {
     for (int step = steps() - 1; step >= 0; --step)
       if (tiles.has(tile(step))) ++count;
     return count;
-  }
-
-  // The tile with the n-th longest list.
-  DEVICE static int longest(const BlockLists& lists, int batch, int head, unsigned n) {
-    return int(arch::load_global<int32_t>(list_at(lists, batch, head, int(n / kParts))) * kParts + n % kParts);
   }
 
  private:

@@ -114,17 +114,6 @@ DEVICE void start_rows(typename Kernel::Scores::Accumulators& x, SharedAddress a
   arch::wgmma_commit();
 }
 
-// The block's part, among `splits`, of a gradient of keys in the workspace.
-template <class Tiles>
-DEVICE float* part_of(const AttentionBackwardParams& p, const BackwardPlan& plan, const BackwardTask& task,
-                      float* parts) {
-  const int64_t part = arch::block_x() % plan.splits;
-  const int64_t head_batch = load_struct(task.queries).batch * p.heads_kv + load_struct(task.head).head_kv;
-  const int64_t tile = load_struct(task.keys).first / Tiles::kRows;
-  return parts + ((part * plan.schedule.head_batches + head_batch) * plan.schedule.tiles + tile) * Tiles::kRows *
-                     Tiles::kColumns;
-}
-
 // Rounds dK or dV of a consumer's keys, lines of the block from `own` on, to `staged`.
 template <class T, class Tile, int tiles>
 DEVICE void stage_gradient(SharedAddress staged, int own, float (&gradient)[1][tiles][4], float factor) {

@@ -58,7 +58,9 @@ struct BackwardTask {
   Keys keys;
   Head head;
   Steps steps;
-  Lists lists;  // of kernels with options
+  // Of kernels with options.
+  Lists lists;
+  Part part;
 
   template <class Kernel>
   DEVICE void store(BackwardTask& shared) const {
@@ -66,7 +68,10 @@ struct BackwardTask {
     store_struct(shared.keys, keys);
     store_struct(shared.head, head);
     store_struct(shared.steps, steps);
-    if constexpr (Kernel::kWithOptions) store_struct(shared.lists, lists);
+    if constexpr (Kernel::kWithOptions) {
+      store_struct(shared.lists, lists);
+      store_struct(shared.part, part);
+    }
   }
 };
 
@@ -152,23 +157,32 @@ DEVICE bool find_listed_steps(const AttentionParams& p, const BackwardTask::List
 
 template <class Kernel>
 DEVICE BackwardWork find_work(const AttentionParams& p, const BackwardPlan& plan) {
-  const int split = arch::block_x() % plan.splits;
+  int splits = plan.splits;
+  Part part{int(arch::block_x() % plan.splits)};
+  bool has_part = true;
   const TileIndex block = plan.schedule.find(arch::block_x() / plan.splits);
   const Sequence sequence(p, block.batch);
   // The first keys come first: with a causal mask they have the most work. With a block mask the longest lists do, if
   // no block waits for those of earlier keys.
   int tile = plan.schedule.tiles - 1 - block.tile;
   if constexpr (Kernel::kWithOptions)
-    if (p.block_mask.key_blocks > 0 && plan.dq_semaphore == nullptr)
-      tile = ListedTiles<Kernel::kBlockN>::longest(p.block_mask.queries_of_keys, block.batch,
-                                                   block.head * int(p.heads / p.heads_kv), tile);
+    if (p.block_mask.key_blocks > 0 && plan.dq_semaphore == nullptr) {
+      const ListPart own = ListPart::find(p.block_mask.queries_of_keys, plan.long_lists, block.batch, block.head,
+                                          int(p.heads_kv), tile, Kernel::kBlockN);
+      tile = own.tile;
+      if (plan.splits == 1) {
+        part = own.part;
+        splits = own.parts;
+        has_part = part.index < splits;
+      }
+    }
   const int first_key = tile * Kernel::kBlockN;
   const Visibility visible(p, sequence);
   const Span seen = query_tiles<Kernel>(visible, sequence.q_len, first_key);
-  const bool has_keys = first_key < sequence.k_len;
+  const bool has_keys = first_key < sequence.k_len && has_part;
   const int tiles = seen.end - seen.begin, group = int(p.heads / p.heads_kv);
-  const int split_steps = (tiles * group + plan.splits - 1) / plan.splits;
-  const int begin = split * split_steps;
+  const int split_steps = (tiles * group + splits - 1) / splits;
+  const int begin = part.index * split_steps;
   const int end = begin + split_steps < tiles * group ? begin + split_steps : tiles * group;
   QueryStep first{}, last{};
   bool has_steps = end > begin;
@@ -183,17 +197,33 @@ DEVICE BackwardWork find_work(const AttentionParams& p, const BackwardPlan& plan
   if constexpr (Kernel::kWithOptions)
     if (p.block_mask.key_blocks > 0 && has_keys) {
       lists = {list_at(p.block_mask.queries_of_keys, block.batch, 0, first_key / kMaskBlock)};
-      has_steps = find_listed_steps<Kernel>(p, lists, seen, block.head * group, split, plan.splits, first, last);
+      has_steps = find_listed_steps<Kernel>(p, lists, seen, block.head * group, part.index, splits, first, last);
     }
   return {{{block.batch, sequence.q_begin, sequence.q_len,
             first_tile<Kernel::kBlockM>(p, plan, block.batch) * Kernel::kBlockM},
            {visible, first_key},
            {block.head, sequence.k_begin},
            {seen, last},
-           lists},
+           lists,
+           part},
           first,
           has_keys,
           has_steps};
+}
+
+// Where in the workspace a block that has a part of its loop puts a gradient of its keys, one of `parts`.
+// Tiles: the WarpTiles of the gradient.
+template <class Kernel, class Tiles>
+DEVICE float* part_of(const AttentionBackwardParams& p, const BackwardPlan& plan, const BackwardTask& task,
+                      float* parts) {
+  constexpr int kElements = Tiles::kRows * Tiles::kColumns;
+  if constexpr (Kernel::kWithOptions)
+    if (const Part part = load_struct(task.part); part.slot >= 0)
+      return parts + (int64_t(part.index) * plan.long_lists.slots + part.slot) * kElements;
+  const int64_t part = arch::block_x() % plan.splits;
+  const int64_t head_batch = load_struct(task.queries).batch * p.heads_kv + load_struct(task.head).head_kv;
+  const int64_t tile = load_struct(task.keys).first / Tiles::kRows;
+  return parts + ((part * plan.schedule.head_batches + head_batch) * plan.schedule.tiles + tile) * kElements;
 }
 
 // The first row of a tile of queries in the padded layout of the workspace.

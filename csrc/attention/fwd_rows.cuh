@@ -58,39 +58,53 @@ struct ForwardTask {
   Keys keys;
   End end;
   Span unmasked;  // keys that all rows see; here, because finding it takes a division, which no step should
-  List list;      // of kernels with options
+  // Of kernels with options.
+  List list;
+  Part part;
 
   template <class Kernel>
   DEVICE static ForwardTask find(const AttentionParams& p, const ForwardPlan& plan, int tile, int split) {
     TileIndex index = plan.schedule.find(tile);
-    order_by_lists<Kernel>(p, plan.schedule, index);
+    int splits = plan.splits;
+    Part part{split};
+    bool has_part = true;
+    if constexpr (Kernel::kWithOptions)
+      if (p.block_mask.query_blocks > 0) {
+        const ListPart own = list_part<Kernel>(p, plan.schedule, plan.long_lists, index);
+        index.tile = own.tile;
+        if (plan.splits == 1) {
+          part = own.part;
+          splits = own.parts;
+          has_part = part.index < splits;
+        }
+      }
     const Sequence sequence(p, index.batch);
-    const TileRows rows{index.tile * Kernel::kBlockM, sequence.q_len * plan.pack_gqa, plan.pack_gqa,
+    const TileRows rows{index.tile * Kernel::kBlockM, has_part ? sequence.q_len * plan.pack_gqa : 0, plan.pack_gqa,
                         index.head * plan.pack_gqa};
     const Visibility visible(p, sequence);
     const Span seen = key_tiles<Kernel>(visible, rows);
     const List list = find_list<Kernel>(p, rows, index.batch, seen);
     const Span all = steps_of<Kernel>(list);
-    const int split_steps = (all.end - all.begin + plan.splits - 1) / plan.splits;
-    const int begin = all.begin + split * split_steps;
+    const int split_steps = (all.end - all.begin + splits - 1) / splits;
+    const int begin = all.begin + part.index * split_steps;
     const Span steps = trim<Kernel>(list, {begin, begin + split_steps < all.end ? begin + split_steps : all.end});
     const int head_kv = rows.first_head / int(p.heads / p.heads_kv);
     const Span unmasked = visible.keys_of_all(rows.query(0), rows.last_query(Kernel::kBlockM));
     return {rows,
             {index.batch, sequence.q_begin, sequence.k_begin, head_kv},
             {visible, steps.begin},
-            {steps.end, split},
+            {steps.end, part.index},
             unmasked,
-            list};
+            list,
+            part};
   }
 
   // With a block mask, tiles with the longest lists come first.
   template <class Kernel>
-  DEVICE static void order_by_lists(const AttentionParams& p, const Schedule& schedule, TileIndex& index) {
-    if constexpr (Kernel::kWithOptions)
-      if (p.block_mask.query_blocks > 0)
-        index.tile = ListedTiles<Kernel::kBlockM>::longest(p.block_mask.keys_of_queries, index.batch, index.head,
-                                                           schedule.tiles - 1 - index.tile);
+  DEVICE static ListPart list_part(const AttentionParams& p, const Schedule& schedule, const LongLists& long_lists,
+                                   const TileIndex& index) {
+    return ListPart::find(p.block_mask.keys_of_queries, long_lists, index.batch, index.head, schedule.heads,
+                          schedule.tiles - 1 - index.tile, Kernel::kBlockM);
   }
   // The list of a tile's queries.
   template <class Kernel>
@@ -119,7 +133,7 @@ struct ForwardTask {
     return steps;
   }
 
-  // Whether the tile lies beyond its sequence.
+  // Whether the tile lies beyond its sequence, or there is no such part of it.
   DEVICE bool has_no_rows() const { return rows.first >= rows.count; }
 
   template <bool with_list = false>
@@ -129,7 +143,10 @@ struct ForwardTask {
     store_struct(shared.keys, keys);
     store_struct(shared.end, end);
     store_struct(shared.unmasked, unmasked);
-    if constexpr (with_list) store_struct(shared.list, list);
+    if constexpr (with_list) {
+      store_struct(shared.list, list);
+      store_struct(shared.part, part);
+    }
   }
 };
 
@@ -231,13 +248,15 @@ DEVICE void begin_rows(const AttentionParams& p, const TileRows& rows, bool is_f
     }
 }
 
-// Divides the output by the sums of probs and stores the log-sum-exp of each row; if the keys are split, also the
-// output, for attention_combine.
-template <class Tiles, bool with_options, class RowAt>
-DEVICE void finish_rows(const AttentionParams& p, const ForwardPlan& plan, const TileRows& rows,
-                        const TilePosition& position, int split, const RowAt& row_at,
-                        const OnlineSoftmax<Tiles::kRowTiles>& softmax, const RowSums<Tiles::kRowTiles>& sums,
-                        typename Tiles::Accumulators& out) {
+// Divides the output by the sums of probs and stores the log-sum-exp of each row; if the block has a part of the keys,
+// also the output, for attention_combine.
+template <class Kernel, class RowAt>
+DEVICE void finish_rows(const AttentionParams& p, const ForwardPlan& plan, const ForwardTask& task,
+                        const TileRows& rows, const TilePosition& position, int split, const RowAt& row_at,
+                        const OnlineSoftmax<Kernel::OutTiles::kRowTiles>& softmax,
+                        const RowSums<Kernel::OutTiles::kRowTiles>& sums,
+                        typename Kernel::OutTiles::Accumulators& out) {
+  using Tiles = typename Kernel::OutTiles;
   const int64_t split_rows = split * (p.cu_seqlens_q != nullptr ? p.heads * p.total_q : p.batch * p.heads * p.seqlen_q);
   const int column = arch::lane_index() % 4 * 2;  // this thread's columns of each 8
 #pragma unroll
@@ -247,7 +266,7 @@ DEVICE void finish_rows(const AttentionParams& p, const ForwardPlan& plan, const
       const int row = row_at(m, half), query = rows.query(row);
       const float sum = sums.row(m, half);
       const float lse = softmax.log_sum_exp(m, half, sum);
-      const float inverse = lse == -INFINITY ? 0.0f : (with_options ? plan.kept_scale : 1.0f) / sum;
+      const float inverse = lse == -INFINITY ? 0.0f : (Kernel::kWithOptions ? plan.kept_scale : 1.0f) / sum;
 #pragma unroll
       for (int n = 0; n < Tiles::kColumnTiles; ++n) {
         out[m][n][2 * half] *= inverse;
@@ -255,9 +274,13 @@ DEVICE void finish_rows(const AttentionParams& p, const ForwardPlan& plan, const
       }
       if (rows.first + row >= rows.count) continue;
       const int64_t lse_index = first_lse_row(p, position.q_begin, position.batch, rows.head(row)) + query;
-      if (plan.splits > 1) {
-        if (column == 0) arch::store_global(plan.partial_lse + split_rows + lse_index, lse);
-        float* const to = plan.partial_out + (split_rows + lse_index) * p.dim_v + column;
+      if (is_part<Kernel>(plan, task)) {
+        int64_t partial_row = split_rows + lse_index;
+        if constexpr (Kernel::kWithOptions)
+          if (const int slot = load_struct(task.part).slot; slot >= 0)
+            partial_row = (int64_t(split) * plan.long_lists.slots + slot) * Kernel::kBlockM + row;
+        if (column == 0) arch::store_global(plan.partial_lse + partial_row, lse);
+        float* const to = plan.partial_out + partial_row * p.dim_v + column;
 #pragma unroll
         for (int n = 0; n < Tiles::kColumnTiles; ++n)
           if (n * 8 < p.dim_v)

@@ -35,8 +35,9 @@ struct BackwardPlan {
   float* grad_query = nullptr;   // sums, (heads, head_rows / block_m) tiles; null if dQ has a separate kernel
   uint32_t* dq_semaphore =
       nullptr;                // deterministic: (heads, head_rows / block_m), how many blocks have added to a tile
-  float* grad_key = nullptr;  // (splits, head_batches, tiles) tiles; null if there is only one split
+  float* grad_key = nullptr;  // parts: (splits, head_batches, tiles) tiles or, of long lists, (most_parts, slots)
   float* grad_value = nullptr;
+  LongLists long_lists;
 };
 
 // In the workspace the tiles of a head's queries are contiguous, and each sequence starts with a new tile. Returns the
@@ -73,6 +74,11 @@ BackwardPlan plan_backward(const AttentionBackwardParams& p, const Config& confi
   plan.schedule.section = section_size(p.seqlen_q * group * (4 * p.dim + 2 * (p.dim + p.dim_v)), head_batches);
   plan.splits = choose_splits(head_batches * plan.schedule.tiles, int64_t(device.num_sms) * config.min_blocks,
                               group * plan.query_tiles);
+  // With `deterministic` blocks wait for those of earlier keys, so the longest cannot start first.
+  if (p.block_mask && plan.splits == 1 && !p.deterministic)
+    plan.long_lists = choose_long_lists(p.block_mask.key_blocks, config.block_n, head_batches,
+                                        int64_t(device.num_sms) * config.min_blocks);
+  plan.schedule.tiles += plan.long_lists.extra_blocks();
   // Per head; each sequence starts with a new tile.
   const int64_t query_tiles =
       p.cu_seqlens_q != nullptr && p.batch > 0 ? p.total_q / config.block_m + p.batch : p.batch * plan.query_tiles;
@@ -107,8 +113,9 @@ WorkspaceCursor assign_workspace(const AttentionBackwardParams& p, const Config&
   cursor.allocate(plan.minus_delta, rows);
   if (!config.separate) cursor.allocate(plan.grad_query, rows * config.sums_dim());
   if (!config.separate && p.deterministic) cursor.allocate(plan.dq_semaphore, rows / config.block_m);
-  if (plan.splits > 1) {
-    const int64_t tiles = int64_t(plan.splits) * plan.schedule.head_batches * plan.schedule.tiles;
+  const int64_t tiles = plan.splits > 1 ? int64_t(plan.splits) * plan.schedule.head_batches * plan.schedule.tiles
+                                        : int64_t(plan.long_lists.most_parts) * plan.long_lists.slots;
+  if (tiles > 0) {
     cursor.allocate(plan.grad_key, tiles * config.block_n * config.dim);
     cursor.allocate(plan.grad_value, tiles * config.block_n * config.dim_v);
   }
@@ -119,15 +126,16 @@ WorkspaceCursor assign_workspace(const AttentionBackwardParams& p, const Config&
 template <class Kernel, class Config>
 AttentionPlan describe_plan(const AttentionBackwardParams& p, const Config& config, const rt::Device& device) {
   BackwardPlan plan = plan_backward(p, config, device);
-  const int64_t tiles = int64_t(plan.schedule.head_batches) * plan.schedule.tiles;
+  const int64_t tiles = int64_t(plan.schedule.head_batches) * (plan.schedule.tiles - plan.long_lists.extra_blocks());
   return {.dim = config.dim,
           .dim_v = config.dim_v,
           .block_m = Kernel::kBlockM,
           .block_n = Kernel::kBlockN,
           .with_options = Kernel::kWithOptions,
           .splits = plan.splits,
+          .most_parts = plan.long_lists.most_parts,
           .tiles = tiles,
-          .blocks = tiles * plan.splits,
+          .blocks = int64_t(plan.schedule.head_batches) * plan.schedule.tiles * plan.splits,
           .threads = Kernel::kThreads,
           .workspace = assign_workspace(p, config, nullptr, plan).used()};
 }

@@ -28,9 +28,11 @@ struct ForwardPlan {
   float kept_scale = 1.0f;     // 1 / (1 - dropout_p)
   Dropout dropout;
   int64_t key_pass = 0, value_pass = 0;  // bytes between the lines that a thread copies
-  // In the workspace; null if there is only one split.
-  float* partial_out = nullptr;  // (splits, rows of lse, dim_v)
-  float* partial_lse = nullptr;  // (splits, rows of lse)
+  // In the workspace, of tiles that are divided among several blocks: (splits, rows of lse) or, of long lists,
+  // (most_parts, slots, rows).
+  float* partial_out = nullptr;  // (.., dim_v)
+  float* partial_lse = nullptr;
+  LongLists long_lists;
 
   HOST_DEVICE int items() const { return schedule.head_batches * schedule.tiles * splits; }  // tiles, or parts of tiles
 };
@@ -70,6 +72,9 @@ inline ForwardPlan plan_forward(const AttentionParams& p, const ForwardShape& sh
       section_size(p.seqlen_k * (p.dim + p.dim_v) * 2 * p.heads_kv / plan.schedule.heads, head_batches);
   plan.block_n = shape.block_n;
   plan.splits = choose_splits(head_batches * plan.schedule.tiles, shape.at_once, tiles_of(p.seqlen_k, shape.block_n));
+  if (p.block_mask && plan.splits == 1)
+    plan.long_lists = choose_long_lists(p.block_mask.query_blocks, shape.block_m, head_batches, shape.at_once);
+  plan.schedule.tiles += plan.long_lists.extra_blocks();
   plan.modifies_logits = modifies_logits(p);
   plan.factor = float(plan.modifies_logits ? kLog2e : p.scale * kLog2e);
   plan.logits = logit_options_of(p);
@@ -82,9 +87,12 @@ inline ForwardPlan plan_forward(const AttentionParams& p, const ForwardShape& sh
 // Assigns the arrays of `plan` in the workspace at `data`, which may be null to find the size.
 inline WorkspaceCursor assign_workspace(const AttentionParams& p, void* data, ForwardPlan& plan) {
   WorkspaceCursor cursor(data);
-  if (plan.splits > 1) {
-    cursor.allocate(plan.partial_out, plan.splits * lse_rows(p) * p.dim_v);
-    cursor.allocate(plan.partial_lse, plan.splits * lse_rows(p));
+  const LongLists& lists = plan.long_lists;
+  const int64_t rows =
+      plan.splits > 1 ? plan.splits * lse_rows(p) : int64_t(lists.slots) * lists.rows * lists.most_parts;
+  if (rows > 0) {
+    cursor.allocate(plan.partial_out, rows * p.dim_v);
+    cursor.allocate(plan.partial_lse, rows);
   }
   return cursor;
 }
@@ -101,7 +109,8 @@ AttentionPlan describe_plan(const AttentionParams& p, const Config& config, Forw
           .with_options = Kernel::kWithOptions,
           .pack_gqa = plan.pack_gqa,
           .splits = plan.splits,
-          .tiles = int64_t(plan.schedule.head_batches) * plan.schedule.tiles,
+          .most_parts = plan.long_lists.most_parts,
+          .tiles = int64_t(plan.schedule.head_batches) * (plan.schedule.tiles - plan.long_lists.extra_blocks()),
           .blocks = blocks,
           .threads = Kernel::kThreads,
           .workspace = assign_workspace(p, nullptr, plan).used()};

@@ -45,7 +45,7 @@ CUDA_EXT_INLINE Vec<float> exp(Vec<float> x) {
 }
 
 // The same for x <= 88 or NaN, as in a softmax shifted by approximately its maximum: 0 below -70. What is so small
-// beside 1 changes no sum, but its products with small numbers would be subnormal, which take a hundred times as long.
+// beside 1 changes no sum of numbers of one size, but its products with small ones would be subnormal, which is slow.
 CUDA_EXT_INLINE Vec<float> exp_below_88(Vec<float> x) {
   const Vec<float> value = exp_in_range(x < -70.0f ? splat(-70.0f) : x);
   return x >= -70.0f ? value : x < -70.0f ? Vec<float>{} : x;

@@ -95,6 +95,8 @@ struct AttentionChoice {
   int section;             // heads of sequences per section; all tiles of a section start before the next one's
   int head_batches;        // in all sections
   int splits;              // blocks that share the work of one tile
+  int long_tiles;          // of a head, with the longest lists of a block mask, that several blocks may share
+  int most_parts;          // blocks that share such a tile
   std::vector<int> steps;  // of each tile of a head, in the order in which the tiles start
 };
 
@@ -128,8 +130,14 @@ AttentionChoice forward_choice(const AttentionParams& p, const attention::Forwar
         visible, {index * Kernel::kBlockM, sequence.q_len * plan.pack_gqa, plan.pack_gqa, 0});
     return seen.end - seen.begin;
   };
-  return {typeid(Kernel).name(),      tile,        plan.schedule.section,
-          plan.schedule.head_batches, plan.splits, steps_in_order(plan.schedule, steps)};
+  return {typeid(Kernel).name(),
+          tile,
+          plan.schedule.section,
+          plan.schedule.head_batches,
+          plan.splits,
+          plan.long_lists.tiles,
+          plan.long_lists.most_parts,
+          steps_in_order(plan.schedule, steps)};
 }
 
 template <class T, int dim>
@@ -166,8 +174,14 @@ AttentionChoice backward_choice(const AttentionBackwardParams& p, const attentio
     const attention::Span seen = attention::query_tiles<Kernel>(visible, sequence.q_len, first);
     return (seen.end - seen.begin) * int(p.heads / p.heads_kv);
   };
-  return {typeid(Kernel).name(),      tile,        plan.schedule.section,
-          plan.schedule.head_batches, plan.splits, steps_in_order(plan.schedule, steps)};
+  return {typeid(Kernel).name(),
+          tile,
+          plan.schedule.section,
+          plan.schedule.head_batches,
+          plan.splits,
+          plan.long_lists.tiles,
+          plan.long_lists.most_parts,
+          steps_in_order(plan.schedule, steps)};
 }
 
 template <class T, int dim>
@@ -278,6 +292,7 @@ CacheChoice cache_choice(const std::vector<int>& lengths, int64_t capacity, int6
 }  // namespace
 
 void bind_choices(py::module_& m) {
+  m.attr("SHORTEST_PART") = attention::kShortestPart;  // blocks of a list that has several parts
   m.def("gemm_configs", all_gemm_configs, "The kernels for products, by arithmetic and tile shape.");
   m.def("gemm_choice", gemm_choice, py::arg("arithmetic"), py::arg("m"), py::arg("n"), py::arg("k"),
         py::arg("compute_capability"), py::arg("processors"),
@@ -292,6 +307,8 @@ void bind_choices(py::module_& m) {
       .def_readonly("section", &AttentionChoice::section)
       .def_readonly("head_batches", &AttentionChoice::head_batches)
       .def_readonly("splits", &AttentionChoice::splits)
+      .def_readonly("long_tiles", &AttentionChoice::long_tiles)
+      .def_readonly("most_parts", &AttentionChoice::most_parts)
       .def_readonly("steps", &AttentionChoice::steps);
   py::class_<CacheChoice>(m, "CacheChoice")
       .def_readonly("kernel", &CacheChoice::kernel)

@@ -23,6 +23,7 @@ Numbers numbers_of(const AttentionPlan& plan) {
   add("with_options", plan.with_options);
   add("pack_gqa", plan.pack_gqa);
   add("splits", plan.splits);
+  add("most_parts", plan.most_parts);
   add("tiles", plan.tiles);
   add("blocks", plan.blocks);
   add("threads", plan.threads);

@@ -102,7 +102,7 @@ void add_bias(const Element* bias, int64_t i_stride, int64_t j_stride, int64_t q
     }
     return;
   }
-  if (i_stride == 1 && j_stride != 1) {  // a relative bias
+  if (i_stride == 1 && j_stride != 1) {  // queries are adjacent, as in a relative bias
     for (int64_t j = 0; j < keys; ++j)
       for_vectors<T>(queries, [&](int64_t i, int64_t count) {
         apply_bias_values(bias, logits + j * width + i, load_bias<T>(bias + j * j_stride + i, 1, count));
