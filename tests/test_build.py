@@ -235,6 +235,7 @@ class TestSm90a:
             """
 #include <cstdio>
 #include "gemm/gemm_cuda.h"
+#include "gemm/grouped_gemm_sm80.h"
 #include "rt/device.h"
 using namespace cuda_ext;
 // The device has wgmma; the kernel on mma.sync asks for 80 bytes.
@@ -247,6 +248,12 @@ template struct cuda_ext::GemmSm80<half_t>;
 template struct cuda_ext::GemmSm80<bfloat16_t>;
 template struct cuda_ext::GemmSm80<float>;
 template struct cuda_ext::GemmSm80<float, Float32Product::kTf32>;
+template <class T, Float32Product float32>
+void GroupedGemmSm80<T, float32>::launch(const GemmParams&, void*) {}
+template struct cuda_ext::GroupedGemmSm80<half_t>;
+template struct cuda_ext::GroupedGemmSm80<bfloat16_t>;
+template struct cuda_ext::GroupedGemmSm80<float>;
+template struct cuda_ext::GroupedGemmSm80<float, Float32Product::kTf32>;
 int main() {
   GemmParams p;
   p.m = p.n = p.k = 64;

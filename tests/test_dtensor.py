@@ -89,6 +89,8 @@ def test_products(size: int, workers: Any) -> None:
 @on_ranks(2)
 def products() -> None:
     """The splits of tensor parallel layers keep the work split; all others are right, whatever they cost."""
+    from torch.distributed.tensor import DTensor, Replicate
+
     from cuda_ext import gated_linear, gated_mlp, gemm, linear, mlp
 
     n = world_size()
@@ -128,6 +130,17 @@ def products() -> None:
         check(gemm, terms, splits, out=out, activation="gelu", **scales)
     check(gemm, terms, {"a": 2, "b": 0}, out="P(sum)", **scales)
     check(gemm, terms, {"a": 2, "b": 0}, activation="relu", **scales)  # after the sum, not before
+    grouped = {"mat_a": (9, 8), "mat_b": (3, 8, 12), "bias": (3, 12)}
+    offs = torch.tensor([2, 2, 7], dtype=torch.int32)
+
+    def grouped_mm(**tensors: Any) -> Any:
+        a = tensors["mat_a"]
+        ends = DTensor.from_local(offs, a.device_mesh, [Replicate()]) if isinstance(a, DTensor) else offs
+        return cuda_ext.grouped_mm(**tensors, offs=ends)
+
+    check(grouped_mm, grouped, {"mat_b": 2, "bias": 1}, out="S(1)")
+    check(grouped_mm, grouped, {"mat_a": 1, "mat_b": 1}, out="P(sum)")
+    check(grouped_mm, grouped, {"mat_a": 0})
     batches = {"a": (4, 5, 3), "b": (2, 4, 3, 6)}
     for splits in ({"a": 0, "b": 1}, {"b": 0}, {"a": 0}):
         check(gemm, batches, splits)

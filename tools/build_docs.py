@@ -44,6 +44,7 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
                 "gated_linear",
                 "mlp",
                 "gated_mlp",
+                "grouped_mm",
                 "gemm_plan",
                 "batch_invariant",
                 "attention_plan",

@@ -109,6 +109,11 @@ RULES = (
     Rule("gemm_sm80<Gemm<(half_t|bfloat16_t).*GemmConfig{128, ", ("HMMA", "LDSM", "LDGSTS"), lead=8, pause=12, burst=4),
     # Several blocks of smaller tiles share an SM: the products of one fill the pauses of the others.
     Rule("gemm_sm80<Gemm<(half_t|bfloat16_t)", ("HMMA", "LDSM", "LDGSTS"), lead=8, pause=32, burst=10),
+    # The number of terms is no constant: more instructions decide what a step copies. The first has the layout of the
+    # rule at the top.
+    Rule("gemm_sm80<GroupedGemm<float.*, 2>>", ("HMMA", "LDGSTS"), lead=20, pause=112, burst=8),
+    Rule("gemm_sm80<GroupedGemm<float", ("HMMA", "LDSM", "LDGSTS"), lead=20, pause=112, burst=10),
+    Rule("gemm_sm80<GroupedGemm", ("HMMA", "LDSM", "LDGSTS"), lead=12, pause=32, burst=10),
     # ptxas moves most of the rounding and splitting after the products of a step, whatever the source order.
     Rule("gemm_sm80", ("HMMA", "LDSM", "LDGSTS"), lead=8, pause=112, burst=10),
     # A swapped tile leaves through shared memory and registers; staged for TMA, float32 needs no stmatrix.

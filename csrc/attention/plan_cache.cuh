@@ -13,6 +13,7 @@
 #include "arch/warp.cuh"
 #include "attention/attention_cache.h"
 #include "attention/plan_fwd.cuh"
+#include "tile/warp_scan.cuh"
 #include "attention/mask.cuh"
 #include "base/device.h"
 
@@ -95,7 +96,7 @@ class CacheItems {
     }
     const int here = index - before_;
     const uint32_t later = arch::ballot(prefix_ + splits_ * of_split() > here);  // of the lane that has it, and after
-    const int lane = lowest_bit(later);
+    const int lane = tile::lowest_bit(later);
     const int splits = arch::shuffle(splits_, lane), rest = here - arch::shuffle(prefix_, lane);
     const int tile = rest / splits;
     item = {base_ + lane, tile / plan_.row_tiles, tile % plan_.row_tiles, rest % splits, splits};
@@ -104,28 +105,12 @@ class CacheItems {
 
  private:
   DEVICE int of_split() const { return int(p_.heads_kv) * plan_.row_tiles; }
-  DEVICE static int lowest_bit(uint32_t bits) {
-    int bit = 0;
-#pragma unroll
-    for (int width = 16; width > 0; width /= 2)
-      if ((bits & ((1u << width) - 1)) == 0) {
-        bits >>= width;
-        bit += width;
-      }
-    return bit;
-  }
 
   // The lanes get the sequences from base_ on.
   DEVICE void load() {
     const int batch = base_ + arch::lane_index();
     splits_ = batch < int(p_.batch) ? splits_of<block_n>(p_, plan_, cached_sequence(p_, batch)) : 0;
-    const int items = splits_ * of_split();
-    int sum = items;  // of this and the lanes before
-#pragma unroll
-    for (int lanes = 1; lanes < arch::kWarpSize; lanes *= 2) {
-      const int other = arch::shuffle_up(sum, lanes);
-      if (arch::lane_index() >= lanes) sum += other;
-    }
+    const int items = splits_ * of_split(), sum = tile::sum_up_to_lane(items);
     prefix_ = sum - items;
     total_ = arch::shuffle(sum, arch::kWarpSize - 1);
   }

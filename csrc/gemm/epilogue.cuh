@@ -29,17 +29,24 @@ struct TilePosition {
   int64_t row;
   int64_t column;
   int columns;
+
+  DEVICE bool is_empty() const { return false; }
+  DEVICE int64_t row_end(const GemmParams& params) const { return params.m; }  // after the last row of the product
+  DEVICE int out_batch() const { return batch; }
+  DEVICE bool has_bias(const GemmParams&) const { return true; }  // if there is one
+  DEVICE int64_t bias_offset(const GemmParams&) const { return 0; }
 };
 
 // The epilogue of a tile that Threads share. `stride`: floats between rows in shared memory. The tile consists of runs
 // of warp_rows rows (one per row of warps); shared memory has pass_rows of each run at a time. `rows_at_once`: as many
-// as fit in registers next to the accumulators that are still to be staged.
-template <class Threads, int stride, int staged_rows, int warp_rows, int pass_rows, int rows_at_once = 2>
+// as fit in registers next to the accumulators that are still to be staged. Tile: its position.
+template <class Threads, int stride, int staged_rows, int warp_rows, int pass_rows, int rows_at_once = 2,
+          class Tile = TilePosition>
 class TileEpilogue {
  public:
   static constexpr int kRowsAtOnce = rows_at_once;
 
-  DEVICE TileEpilogue(const GemmParams& params, const TilePosition& tile)
+  DEVICE TileEpilogue(const GemmParams& params, const Tile& tile)
       : params_(params),
         tile_(tile),
         mine_(Threads::kThreads, Threads::index(), tile.columns),
@@ -50,7 +57,7 @@ class TileEpilogue {
         beta_(float(params.beta)) {
     const int64_t left = params.n - column_;
     count_ = left <= 0 ? 0 : left < kVector ? int(left) : kVector;
-    if (params.bias.data != nullptr && count_ > 0) {
+    if (params.bias.data != nullptr && count_ > 0 && tile.has_bias(params)) {
       read_bias(0, bias_[0]);
       if (params.gated) read_bias(params.n, bias_[1]);
     }
@@ -97,7 +104,7 @@ class TileEpilogue {
       for (int r = 0; r < kRowsAtOnce; ++r) {
         const int row = i + r * mine_.rows;
         position.row[r] = tile_.row + row / pass_rows * warp_rows + pass * pass_rows + row % pass_rows;
-        position.exists[r] = position.row[r] < params_.m;
+        position.exists[r] = position.row[r] < tile_.row_end(params_);
         products[r] = staged + row * stride + mine_.column;
       }
       f(position, products);
@@ -108,8 +115,9 @@ class TileEpilogue {
     const Operand& operand = params_.bias;
     with_storage(operand.dtype, [&](auto tag) {
       using T = decltype(tag);
-      read_vector(static_cast<const T*>(operand.data) + (column_ + right) * operand.column_stride,
-                  operand.column_stride, count_, bias);
+      read_vector(
+          static_cast<const T*>(operand.data) + tile_.bias_offset(params_) + (column_ + right) * operand.column_stride,
+          operand.column_stride, count_, bias);
     });
   }
 
@@ -126,7 +134,7 @@ class TileEpilogue {
       for_elements<kRowsAtOnce>([&](int r, int i) { z.values[r][i] += bias_[part][i]; });
     if (params_.preact_out.data != nullptr) {
       const int64_t width = (params_.gated ? 2 : 1) * params_.n;
-      write(params_.preact_out, tile_.batch * params_.m * width, width, position, part * params_.n, z);
+      write(params_.preact_out, tile_.out_batch() * params_.m * width, width, position, part * params_.n, z);
     }
   }
 
@@ -149,7 +157,7 @@ class TileEpilogue {
       read(params_.residual, offset_residual_, position, 0, term);
       for_elements<kRowsAtOnce>([&](int r, int i) { y.values[r][i] += term.values[r][i]; });
     }
-    write(params_.out, tile_.batch * params_.m * params_.n, params_.n, position, 0, y);
+    write(params_.out, tile_.out_batch() * params_.m * params_.n, params_.n, position, 0, y);
   }
 
   DEVICE void backward(const Position& position, const float* const (&products)[kRowsAtOnce]) {
@@ -170,7 +178,7 @@ class TileEpilogue {
   }
 
   const GemmParams& params_;
-  const TilePosition tile_;
+  const Tile tile_;
   const ThreadColumns mine_;
   const int64_t column_;  // this thread's first column in the output
   const int64_t offset_c_;

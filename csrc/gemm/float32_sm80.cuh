@@ -28,7 +28,7 @@ DEVICE int64_t column_of_b(const GemmParams& params, const epilogue::TilePositio
 
 // A thread's sums over its block's k tiles, in float32 arithmetic, directly from global memory.
 template <class Gemm>
-DEVICE void multiply_in_float32(const GemmParams& params, const GemmPlan& plan, const epilogue::TilePosition& position,
+DEVICE void multiply_in_float32(const GemmParams& params, const GemmPlan& plan, const typename Gemm::Position& position,
                                 typename Gemm::Accumulators& sums) {
   using epilogue::offset_of;
   const int64_t row = position.row + Gemm::warp_row() * Gemm::kWarpM + arch::lane_index() / 4;
@@ -43,13 +43,12 @@ DEVICE void multiply_in_float32(const GemmParams& params, const GemmPlan& plan, 
     for (auto& fragment : row_of_sums)
 #pragma unroll
       for (float& x : fragment) x = 0.0f;
-  const int first = arch::block_y() * plan.split_k_tiles, left = plan.all_k_tiles - first;
-  const int end = first + (left < plan.split_k_tiles ? left : plan.split_k_tiles);
+  const int first = Gemm::first_k_tile(plan), end = first + Gemm::k_tiles_of_block(plan, position);
 #pragma unroll 1
   for (int tile = first; tile < end; ++tile) {
-    const int product = tile / plan.k_tiles, k_tile = tile % plan.k_tiles;
-    const int depth = k_tile + 1 == plan.k_tiles ? plan.k_tail : Gemm::kBlockK;
-    const int64_t k = int64_t(k_tile) * Gemm::kBlockK;
+    const int product = tile / Gemm::k_tiles(plan, position), k_tile = tile % Gemm::k_tiles(plan, position);
+    const int depth = k_tile + 1 == Gemm::k_tiles(plan, position) ? Gemm::k_tail(plan, position) : Gemm::kBlockK;
+    const int64_t k = Gemm::first_term(position) + int64_t(k_tile) * Gemm::kBlockK;
     const float* from_a = batch_a + k * params.a.column_stride +
                           offset_of(product, params.reduced_dims, params.reduced_sizes, params.reduced_strides_a);
     const float* from_b = batch_b + k * params.b.row_stride +
@@ -59,7 +58,8 @@ DEVICE void multiply_in_float32(const GemmParams& params, const GemmPlan& plan, 
       float a[2 * Gemm::kRows];
 #pragma unroll
       for (int i = 0; i < 2 * Gemm::kRows; ++i)
-        a[i] = row + i * 8 < params.m ? arch::load_global<float>(from_a + i * 8 * params.a.row_stride) : 0.0f;
+        a[i] = row + i * 8 < position.row_end(params) ? arch::load_global<float>(from_a + i * 8 * params.a.row_stride)
+                                                      : 0.0f;
 #pragma unroll
       for (int j = 0; j < Gemm::kColumns; ++j)
 #pragma unroll

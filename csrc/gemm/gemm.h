@@ -26,6 +26,19 @@ struct Output {
   Dtype dtype = Dtype::kFloat32;
 };
 
+// A grouped product: its only batch dim are groups, of which each has a part [ends[g - 1], ends[g]) of one other dim.
+// Parts that are outside of it are cut off; an end below the one before is an empty group.
+struct Groups {
+  enum class Cut : uint8_t {
+    kNone,   // not a grouped product
+    kRows,   // m: a (m, k), b (count, k, n), bias (count, n), out (m, n). The rows after the last group are 0.
+    kTerms,  // k: a (m, k), b (k, n), out (count, m, n). The terms after the last group are not used.
+  };
+  Cut cut = Cut::kNone;
+  const int32_t* ends = nullptr;  // (count,), where the operands are
+  int64_t count = 0;
+};
+
 // Forward, for each of the batches:  z = alpha * sum_r a_r @ b_r + beta * c + bias        (m, n), gated: (m, 2n)
 //                                    out = activation(z) + residual                       (m, n)
 //                           gated:   out = activation(z[:, :n]) * z[:, n:] + residual     (m, n)
@@ -54,6 +67,7 @@ struct GemmParams {
   double beta = 1.0;
   Activation activation = Activation::kNone;
   bool gated = false;
+  Groups groups;                 // on a GPU: of operands as GroupedGemm (groups_sm80.cuh) needs them
   bool batch_invariant = false;  // the bits of a row must not depend on m, nor on the other rows and batches
   Output out;
 

@@ -1,6 +1,7 @@
 #include "gemm/gemm_cuda.h"
 
 #include "base/built.h"
+#include "gemm/grouped_gemm_sm80.h"
 #include "rt/device.h"
 
 namespace cuda_ext {
@@ -21,6 +22,7 @@ sm90::GemmChoice choose_gemm_sm90(const GemmParams& params, Float32Product float
 void launch_gemm_cuda(const GemmParams& params, const AllocateWorkspace& allocate, void* stream, Float32Product float32,
                       const Restriction& only) {
   if (is_empty(params)) return;
+  if (params.groups.cut != Groups::Cut::kNone) return launch_grouped_gemm_sm80(params, stream, float32);
   const sm90::GemmChoice choice = choose_gemm_sm90(params, float32, only);
   if constexpr (kBuiltForSm90a)
     if (choice.plan) return launch_gemm_sm90(params, *choice.plan, allocate, stream);

@@ -39,6 +39,16 @@
 
 namespace cuda_ext::sm80 {
 
+// Consecutive blocks should share operands in L2: they go through the tiles of a product column by column within bands
+// of kBand rows.
+DEVICE epilogue::TilePosition find_tile(int row_tiles, int column_tiles, int tile, int block_m, int columns) {
+  constexpr int kBand = 8;
+  const int tiles = row_tiles * column_tiles, band_tiles = kBand * column_tiles;
+  const int t = tile % tiles, band = t / band_tiles, in_band = t % band_tiles;
+  const int left = row_tiles - band * kBand, rows = left < kBand ? left : kBand;
+  return {tile / tiles, int64_t(band * kBand + in_band % rows) * block_m, int64_t(in_band / rows) * columns, columns};
+}
+
 // One instantiation of the kernel: its constants, and the operations on fragments.
 template <class T, Arithmetic arithmetic, bool a_k_major, bool b_k_major, GemmConfig config>
 struct Gemm {
@@ -87,6 +97,20 @@ struct Gemm {
   };
 
   using Accumulators = float[kRows][kColumns][4];
+
+  using Position = epilogue::TilePosition;
+  DEVICE static Position find_position(const GemmParams& params, const GemmPlan& plan, int block) {
+    return find_tile(plan.row_tiles, plan.column_tiles, block, kBlockM, has_gate_up(params) ? kBlockN / 2 : kBlockN);
+  }
+  // The k tiles of the block, among those of all reduced products, and of each of these.
+  DEVICE static int first_k_tile(const GemmPlan& plan) { return arch::block_y() * plan.split_k_tiles; }
+  DEVICE static int k_tiles_of_block(const GemmPlan& plan, const Position&) {
+    const int left = plan.all_k_tiles - first_k_tile(plan);
+    return left < plan.split_k_tiles ? left : plan.split_k_tiles;
+  }
+  DEVICE static int k_tiles(const GemmPlan& plan, const Position&) { return plan.k_tiles; }
+  DEVICE static int k_tail(const GemmPlan& plan, const Position&) { return plan.k_tail; }  // the depth of the last
+  DEVICE static int first_term(const Position&) { return 0; }
 
   DEVICE static int warp_row() { return arch::thread_index() / arch::kWarpSize % kWarpsM; }
   DEVICE static int warp_column() { return arch::thread_index() / arch::kWarpSize / kWarpsM; }
@@ -230,28 +254,17 @@ struct Gemm {
   }
 };
 
-// Consecutive blocks should share operands in L2: they go through the tiles column by column within groups of kGroup
-// rows.
-DEVICE epilogue::TilePosition find_tile(const GemmPlan& plan, int tile, int block_m, int columns) {
-  constexpr int kGroup = 8;
-  const int tiles = plan.row_tiles * plan.column_tiles, group_tiles = kGroup * plan.column_tiles;
-  const int t = tile % tiles, group = t / group_tiles, in_group = t % group_tiles;
-  const int left = plan.row_tiles - group * kGroup, rows = left < kGroup ? left : kGroup;
-  return {tile / tiles, int64_t(group * kGroup + in_group % rows) * block_m, int64_t(in_group / rows) * columns,
-          columns};
-}
-
 // sums = the products of this block's k tiles: the kernel's main loop. One function, because its parts share the state
 // of the pipeline, and the compiler's allocation of registers depends on their order.
 template <class Gemm>
-DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const epilogue::TilePosition& position,
+DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const typename Gemm::Position& position,
                            typename Gemm::Storage& shared, typename Gemm::Accumulators& sums) {
-  const int first = arch::block_y() * plan.split_k_tiles;
-  int left = plan.all_k_tiles - first;  // k tiles to multiply
-  if (left > plan.split_k_tiles) left = plan.split_k_tiles;
+  const int first = Gemm::first_k_tile(plan);
+  int left = Gemm::k_tiles_of_block(plan, position);  // to multiply
   if (left <= 0) return;
+  const auto k_tiles = [&] { return Gemm::k_tiles(plan, position); };  // of a product
 
-  typename Gemm::CopyA copy_a(params.a.data, plan.a, position.row, params.m, false);
+  typename Gemm::CopyA copy_a(params.a.data, plan.a, position.row, position.row_end(params), false);
   typename Gemm::CopyB copy_b(params.b.data, plan.b, position.column, params.n, has_gate_up(params));
   const auto advance_elements = [&](int64_t a, int64_t b) {
     copy_a.advance(a * int64_t(sizeof(typename Gemm::Element)));
@@ -260,18 +273,18 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
   using epilogue::offset_of;
   advance_elements(offset_of(position.batch, params.batch_dims, params.batch_sizes, params.a.batch_strides),
                    offset_of(position.batch, params.batch_dims, params.batch_sizes, params.b.batch_strides));
-  int product = first / plan.k_tiles;  // to copy from next
-  const int k_tile = first % plan.k_tiles;
-  int product_left = plan.k_tiles - k_tile;  // its k tiles that are still to be copied
+  int product = first / k_tiles();  // to copy from next
+  const int k_tile = first % k_tiles();
+  int product_left = k_tiles() - k_tile;  // its k tiles that are still to be copied
   advance_elements(offset_of(product, params.reduced_dims, params.reduced_sizes, params.reduced_strides_a),
                    offset_of(product, params.reduced_dims, params.reduced_sizes, params.reduced_strides_b));
-  copy_a.advance(k_tile * plan.a.k_tile);
-  copy_b.advance(k_tile * plan.b.k_tile);
+  copy_a.advance(k_tile * plan.a.k_tile + Gemm::first_term(position) * (plan.a.k_tile / Gemm::kBlockK));
+  copy_b.advance(k_tile * plan.b.k_tile + Gemm::first_term(position) * (plan.b.k_tile / Gemm::kBlockK));
   // Advances to the first k tile of the next product; the multi-index increments like an odometer.
   const auto next_product = [&] {
-    copy_a.advance(-plan.k_tiles * plan.a.k_tile);
-    copy_b.advance(-plan.k_tiles * plan.b.k_tile);
-    product_left = plan.k_tiles;
+    copy_a.advance(-k_tiles() * plan.a.k_tile);
+    copy_b.advance(-k_tiles() * plan.b.k_tile);
+    product_left = k_tiles();
     int index = ++product;
 #pragma unroll 1
     for (int d = 0; d < params.reduced_dims; ++d) {
@@ -291,7 +304,7 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
   const SharedAddress stages = arch::shared_address(shared.stages);
   const auto copy_next = [&](SharedAddress stage) {
     const bool last = product_left == 1;
-    const int depth = last ? plan.k_tail : Gemm::kBlockK;
+    const int depth = last ? Gemm::k_tail(plan, position) : Gemm::kBlockK;
     copy_a.copy(stages + stage + offsetof(Stage, a), depth);
     copy_b.copy(stages + stage + offsetof(Stage, b), depth);
     --product_left;
@@ -391,7 +404,7 @@ DEVICE bool add_splits(const GemmPlan& plan, uint32_t& arrived, typename Gemm::A
 
 // sums = the products of this block's k tiles, of the tile at `position`.
 template <class Gemm, class FindPosition>
-DEVICE void multiply_block(const GemmParams& params, const GemmPlan& plan, epilogue::TilePosition& position,
+DEVICE void multiply_block(const GemmParams& params, const GemmPlan& plan, typename Gemm::Position& position,
                            const FindPosition& find_position, typename Gemm::Storage& shared,
                            typename Gemm::Accumulators& sums) {
   if constexpr (Gemm::kArithmetic == Arithmetic::kThreeTf32) {
@@ -410,10 +423,9 @@ template <class Gemm>
 GLOBAL(Gemm::kThreads, Gemm::kMinBlocks)
 gemm_sm80(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan) {
   SHARED_STORAGE(typename Gemm::Storage, shared);
-  const auto find_position = [&](int block) {
-    return find_tile(plan, block, Gemm::kBlockM, has_gate_up(params) ? Gemm::kBlockN / 2 : Gemm::kBlockN);
-  };
-  epilogue::TilePosition position = find_position(arch::block_x());
+  const auto find_position = [&](int block) { return Gemm::find_position(params, plan, block); };
+  typename Gemm::Position position = find_position(arch::block_x());
+  if (position.is_empty()) return;
   typename Gemm::Accumulators sums = {};
   multiply_block<Gemm>(params, plan, position, find_position, shared, sums);
   // The last block of a tile to arrive has the sums of all; the others are done.

@@ -68,14 +68,9 @@ void launch_with(const GemmParams& params, const Restriction& only, const Alloca
 namespace cuda_ext {
 
 template <class T, Float32Product float32>
-constexpr sm80::Arithmetic kArithmetic = sizeof(T) == 2                     ? sm80::Arithmetic::k16Bit
-                                         : float32 == Float32Product::kTf32 ? sm80::Arithmetic::kTf32
-                                                                            : sm80::Arithmetic::kThreeTf32;
-
-template <class T, Float32Product float32>
 void GemmSm80<T, float32>::launch(const GemmParams& params, const Restriction& only, const AllocateWorkspace& allocate,
                                   void* stream) {
-  sm80::launch_with<T, kArithmetic<T, float32>>(params, only, allocate, stream);
+  sm80::launch_with<T, sm80::kArithmeticOf<T, float32>>(params, only, allocate, stream);
 }
 
 }  // namespace cuda_ext

@@ -154,4 +154,41 @@ inline GemmPlan choose_plan(const GemmParams& params, Arithmetic arithmetic, con
   return best;
 }
 
+// The shapes of grouped products, from this one on: the last two, because most groups have few rows; of three tf32
+// products the last, because the other would spill.
+constexpr int first_grouped_shape(Arithmetic arithmetic) {
+  return kNumShapes[int(arithmetic)] - (arithmetic == Arithmetic::kThreeTf32 ? 1 : 2);
+}
+
+// Of a grouped product. The host does not know the groups: the shape is chosen as if they had the same size.
+inline GemmPlan choose_grouped_plan(const GemmParams& params, Arithmetic arithmetic, const Rates& rates) {
+  const bool of_rows = params.groups.cut == Groups::Cut::kRows;
+  const int64_t count = params.groups.count;
+  GemmParams average = params;
+  average.batch_invariant = true;  // k is not split
+  int64_t& cut = of_rows ? average.m : average.k;
+  cut = ceil_div(cut, count);
+  GemmPlan best;
+  double best_cycles = std::numeric_limits<double>::infinity();
+  for (int shape = first_grouped_shape(arithmetic); shape < kNumShapes[int(arithmetic)]; ++shape) {
+    const GemmPlan plan = choose_plan(average, arithmetic, rates, {.config = shape});
+    const double cycles = expected_cycles(plan, kTiles[int(arithmetic)][shape], arithmetic, rates);
+    if (plan.shape == shape && cycles < best_cycles) {
+      best = plan;
+      best_cycles = cycles;
+    }
+  }
+  const GemmConfig& tile = kTiles[int(arithmetic)][best.shape];
+  // Each group, and the rows after the last, may have a tile that is not full.
+  if (of_rows)
+    best.tiles = checked_count((params.m / tile.block_m + count + 1) * best.column_tiles, "tiles of the output");
+  best.in_float32 = params.k <= kMaxFloat32Sum;
+  const bool b_k_major = is_grouped_b_k_major(params);
+  best.a = byte_strides(params, params.a, params.reduced_strides_a, of_rows,
+                        of_rows ? params.a.row_stride : params.a.column_stride, 0, tile.block_m, tile);
+  best.b = byte_strides(params, params.b, params.reduced_strides_b, b_k_major,
+                        b_k_major ? params.b.column_stride : params.b.row_stride, 0, tile.block_n, tile);
+  return best;
+}
+
 }  // namespace cuda_ext::sm80

@@ -49,6 +49,11 @@ inline bool is_k_major_b(const GemmParams& params) {
   return is_k_major(params.k, params.b.row_stride, params.b.column_stride);
 }
 
+// The same for b of a grouped product, whose a is read along k if rows are cut, and along m if terms are.
+inline bool is_grouped_b_k_major(const GemmParams& params) {
+  return params.groups.cut == Groups::Cut::kRows && params.k > 1 && params.b.row_stride == 1;
+}
+
 // Checks the limit that keeps the kernel's int arithmetic from overflowing, with a margin of a factor of 8.
 inline int checked_count(int64_t count, const char* what) {
   constexpr int64_t kMax = 1 << 27;

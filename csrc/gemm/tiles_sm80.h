@@ -27,6 +27,10 @@ struct GemmConfig {
 // How fragments are multiplied: 16-bit ones directly, float32 ones as tf32 in one or three products.
 enum class Arithmetic { k16Bit, kTf32, kThreeTf32 };
 constexpr int kNumArithmetics = 3;
+template <class T, Float32Product float32>
+constexpr Arithmetic kArithmeticOf = sizeof(T) == 2                     ? Arithmetic::k16Bit
+                                     : float32 == Float32Product::kTf32 ? Arithmetic::kTf32
+                                                                        : Arithmetic::kThreeTf32;
 constexpr int element_bytes(Arithmetic arithmetic) { return arithmetic == Arithmetic::k16Bit ? 2 : 4; }
 
 // The shapes of each arithmetic, from large to small. All fit in the 99 KiB of shared memory of sm_86, sm_89 and

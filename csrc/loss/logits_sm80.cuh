@@ -17,7 +17,9 @@ template <class Gemm, class Epilogue>
 GLOBAL(Gemm::kThreads, Gemm::kMinBlocks)
 logits_sm80(GRID_CONSTANT GemmParams product, GRID_CONSTANT sm80::GemmPlan plan, GRID_CONSTANT Epilogue store) {
   SHARED_STORAGE(typename Gemm::Storage, shared);
-  const auto find_position = [&](int block) { return sm80::find_tile(plan, block, Gemm::kBlockM, Gemm::kBlockN); };
+  const auto find_position = [&](int block) {
+    return sm80::find_tile(plan.row_tiles, plan.column_tiles, block, Gemm::kBlockM, Gemm::kBlockN);
+  };
   epilogue::TilePosition position = find_position(arch::block_x());
   typename Gemm::Accumulators sums = {};
   sm80::multiply_block<Gemm>(product, plan, position, find_position, shared, sums);

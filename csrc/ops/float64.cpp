@@ -9,6 +9,7 @@
 
 #include <vector>
 
+#include "gemm/grouped_gemm.h"
 #include "ops/gemm_composed.h"
 
 namespace cuda_ext {
@@ -102,6 +103,14 @@ class Bucket {
 void gemm_in_float64(const GemmParams& p, at::Device device) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::DeviceGuard guard(device);
+  if (p.groups.cut != Groups::Cut::kNone) {
+    const auto options = at::TensorOptions(device).dtype(at::kInt);
+    const Tensor ends = at::from_blob(const_cast<int32_t*>(p.groups.ends), {p.groups.count}, options).cpu();
+    for (int64_t group = 0; group < number_of_products(p); ++group)
+      if (const GemmParams product = product_of_group(p, ends.const_data_ptr<int32_t>(), group); product.m > 0)
+        gemm_in_float64(product, device);
+    return;
+  }
   const Matrices matrices(p, device);
   const bool is_backward = p.preact.data != nullptr;
   const int64_t width = p.gated ? 2 * p.n : p.n;  // of the pre-activation

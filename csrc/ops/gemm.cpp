@@ -47,14 +47,6 @@ GemmShape check_product(const char* op, const Tensor& a, const Tensor& b) {
   return shape;
 }
 
-at::ScalarType output_type(const char* op, const OptionalType& wanted, at::ScalarType input) {
-  const auto type = wanted.value_or(input);
-  CUDA_EXT_CHECK(is_floating(type) && (type == at::kDouble) == (input == at::kDouble), op,
-                 "expected out_dtype float32, float16 or bfloat16 (float64 for float64 inputs), got ", dtype_name(type),
-                 " for inputs of ", dtype_name(input));
-  return type;
-}
-
 void check_scale(const char* op, const char* argument, double value) {
   CUDA_EXT_CHECK(!std::isnan(value), op, "expected ", argument, " to be a number, got nan");
 }

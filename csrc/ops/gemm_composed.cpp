@@ -75,7 +75,6 @@ class Sum {
 };
 
 // A tensor without its tangent.
-Tensor primal(const Tensor& tensor) { return tangent_of(tensor).defined() ? tensor._fw_primal(/*level=*/0) : tensor; }
 
 }  // namespace
 

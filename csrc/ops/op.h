@@ -125,6 +125,11 @@ bool any_requires_grad(const Tensors&... tensors) {
 inline Tensor tangent_of(const Tensor& tensor) { return tensor.defined() ? tensor._fw_grad(/*level=*/0) : Tensor(); }
 inline Tensor tangent_of(const OptionalTensor& tensor) { return tangent_of(value_or_empty(tensor)); }
 
+// The tensor without its tangent.
+inline Tensor primal(const Tensor& tensor) {
+  return tangent_of(tensor).defined() ? tensor._fw_primal(/*level=*/0) : tensor;
+}
+
 template <class... Tensors>
 bool any_has_tangent(const Tensors&... tensors) {
   return (tangent_of(tensors).defined() || ...);

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "gemm/grouped_gemm.h"
 #include "ops/float64.h"
 #include "ops/tuning.h"
 
@@ -40,6 +41,14 @@ Tensor left_operand(const Tensor& tensor) {
 Float32Product float32_product() {
   const bool exact = at::globalContext().float32MatmulPrecision() == at::Float32MatmulPrecision::HIGHEST;
   return exact ? Float32Product::kThreeTf32 : Float32Product::kTf32;
+}
+
+at::ScalarType output_type(const char* op, const OptionalType& wanted, at::ScalarType input) {
+  const auto type = wanted.value_or(input);
+  CUDA_EXT_CHECK(is_floating(type) && (type == at::kDouble) == (input == at::kDouble), op,
+                 "expected out_dtype float32, float16 or bfloat16 (float64 for float64 inputs), got ", dtype_name(type),
+                 " for inputs of ", dtype_name(input));
+  return type;
 }
 
 void check_addend(const char* op, const char* argument, const Tensor& addend, const Tensor& input,
@@ -172,7 +181,8 @@ void set_rows(const char* op, GemmParams& params, const Tensor& input, const Ten
 void run_gemm(const char* op, const Tensor& out, const GemmParams& params) {
   const at::Device device = out.device();
   const CudaKernels* kernels = cuda_kernels(op, device);
-  if (kernels == nullptr) return launch_gemm(params);
+  if (kernels == nullptr)
+    return params.groups.cut == Groups::Cut::kNone ? launch_gemm(params) : run_grouped_gemm(params);
   if (params.a.dtype == Dtype::kFloat64) return gemm_in_float64(params, device);
   const Float32Product float32 = float32_product();
   LaunchScope scope(device);
@@ -180,7 +190,8 @@ void run_gemm(const char* op, const Tensor& out, const GemmParams& params) {
     const auto launch = [&](const GemmParams& launched, const Restriction& only) {
       kernels->gemm(launched, scope.allocator(), scope.stream(), float32, only);
     };
-    launch(params, tuned_plan(*kernels, params, float32, device, launch));
+    const bool is_grouped = params.groups.cut != Groups::Cut::kNone;
+    launch(params, is_grouped ? Restriction{} : tuned_plan(*kernels, params, float32, device, launch));
   });
 }
 

@@ -22,6 +22,9 @@ inline ActivationName name_of(Activation activation) {
   return activation == Activation::kNone ? std::nullopt : ActivationName(kActivationNames[size_t(activation)]);
 }
 
+// The dtype of a product's output, checked.
+at::ScalarType output_type(const char* op, const OptionalType& wanted, at::ScalarType input);
+
 // Backward of relu can use the output instead of the pre-activation, unless a residual was added to the output.
 inline bool needs_preact(Activation activation, bool gated, bool has_residual) {
   return gated || !(activation == Activation::kNone || (activation == Activation::kRelu && !has_residual));

@@ -33,6 +33,12 @@ def _gemm_backward_flops(
     return sum(output_mask[:2]) * _gemm_flops(a, b)
 
 
+@register_flop_formula(ops.grouped_mm)
+def _grouped_mm_flops(a: Sequence[int], b: Sequence[int], *more: Any, **options: Any) -> int:
+    # As if each row or term were in a group: the ends are not known.
+    return 2 * a[0] * a[1] * b[-1]
+
+
 @register_flop_formula([ops.linear, ops.linear_forward, ops.gated_linear, ops.gated_linear_forward])
 def _linear_flops(input: Sequence[int], weight: Sequence[int], *more: Any, **options: Any) -> int:
     return 2 * _product(input) * weight[0]

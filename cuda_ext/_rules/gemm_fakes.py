@@ -76,6 +76,19 @@ def _linear_width(
     return width, width // 2 if gated else width
 
 
+def _output_dtype(op: str, wanted: torch.dtype | None, input: Tensor) -> torch.dtype:
+    dtype = wanted or input.dtype
+    check(
+        is_floating(dtype) and (dtype == torch.float64) == (input.dtype == torch.float64),
+        op,
+        (
+            "expected out_dtype float32, float16 or bfloat16 (float64 for float64 inputs), got "
+            f"{dtype_name(dtype)} for inputs of {dtype_name(input.dtype)}"
+        ),
+    )
+    return dtype
+
+
 def check_addend(
     op: str, name: str, addend: Tensor | None, input: Tensor, out_dtype: torch.dtype, size: Sequence[Any]
 ) -> None:
@@ -132,15 +145,7 @@ def _fake_gemm(
 ) -> tuple[Tensor, Tensor]:
     size = _gemm_size("gemm", a, b)
     _check_activation("gemm", activation)
-    dtype = out_dtype or a.dtype
-    check(
-        is_floating(dtype) and (dtype == torch.float64) == (a.dtype == torch.float64),
-        "gemm",
-        (
-            "expected out_dtype float32, float16 or bfloat16 (float64 for float64 inputs), got "
-            f"{dtype_name(dtype)} for inputs of {dtype_name(a.dtype)}"
-        ),
-    )
+    dtype = _output_dtype("gemm", out_dtype, a)
     check_addend("gemm", "c", c, a, dtype, size)
     _check_bias("gemm", "bias", bias, a, dtype, size[-1])
     for name, value in (("alpha", alpha), ("beta", beta)):
@@ -218,6 +223,52 @@ _register_fakes("linear", _fake_linear)
 _register_fakes("gated_linear", _fake_gated_linear)
 _register_fakes("mlp", _fake_mlp("mlp", False))
 _register_fakes("gated_mlp", _fake_mlp("gated_mlp", True))
+
+
+@torch.library.register_fake(f"{NAMESPACE}::grouped_mm")
+def _(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    op = "grouped_mm"
+    check_floating(op, "mat_a", mat_a)
+    dtype = _output_dtype(op, out_dtype, mat_a)
+    check_same_dtype(op, "mat_b", mat_b, "mat_a", mat_a)
+    check_same_device(op, "mat_a", mat_a, mat_b=mat_b, offs=offs, bias=bias)
+    check(
+        offs.dim() == 1 and offs.dtype in (torch.int32, torch.int64),
+        op,
+        f"expected offs of shape (groups,) and dtype int32 or int64, got {shape_of(offs)} of {dtype_name(offs.dtype)}",
+    )
+    check(
+        mat_a.dim() == 2 and mat_b.dim() in (2, 3),
+        op,
+        "expected mat_a (T, K) with mat_b (groups, K, N), or mat_a (M, T) with mat_b (T, N), got "
+        f"{shape_of(mat_a)} and {shape_of(mat_b)}",
+    )
+    cuts_rows, groups = mat_b.dim() == 3, offs.shape[0]
+    expected = f"expected mat_b of shape ({'groups, ' if cuts_rows else ''}{mat_a.shape[1]}, N) to match mat_a "
+    check(mat_b.shape[-2] == mat_a.shape[1], op, f"{expected}{shape_of(mat_a)}, got {shape_of(mat_b)}")
+    if cuts_rows:
+        check(
+            mat_b.shape[0] == groups,
+            op,
+            f"expected mat_b of {groups} matrices, one for each element of offs, got {shape_of(mat_b)}",
+        )
+    if bias is not None:
+        check(cuts_rows, op, "expected no bias where the groups cut the terms of a sum")
+        check_shape(op, "bias", bias, [groups, mat_b.shape[-1]])
+        check(
+            bias.dtype in (mat_a.dtype, dtype),
+            op,
+            f"expected bias of dtype {dtype_name(mat_a.dtype)} or {dtype_name(dtype)}, got {dtype_name(bias.dtype)}",
+        )
+    size = [mat_a.shape[0], mat_b.shape[-1]] if cuts_rows else [groups, mat_a.shape[0], mat_b.shape[-1]]
+    return mat_a.new_empty(size, dtype=dtype)
 
 
 def _bias_gradient(input: Tensor, bias: Tensor | None, width: Any, wanted: bool) -> Tensor:

@@ -148,3 +148,23 @@ torch.library.register_vmap(f"{NAMESPACE}::linear", _vmap_linear)
 torch.library.register_vmap(f"{NAMESPACE}::gated_linear", _vmap_gated_linear)
 torch.library.register_vmap(f"{NAMESPACE}::mlp", _mlp_vmap(_mlp, _vmap_linear, "gelu"))
 torch.library.register_vmap(f"{NAMESPACE}::gated_mlp", _mlp_vmap(_gated_mlp, _vmap_gated_linear, "silu"))
+
+
+@torch.library.register_vmap(f"{NAMESPACE}::grouped_mm")
+def _(
+    info: Any,
+    in_dims: InDims,
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, int]:
+    """One after the other: their groups differ."""
+    tensors = list(zip((mat_a, mat_b, offs, bias), (*in_dims, None)[:4], strict=True))
+
+    def call(index: int) -> Tensor:
+        of_index = [t if t is None or dim is None else t.select(dim, index) for t, dim in tensors]
+        return ops.grouped_mm.default(*of_index, **options)
+
+    return torch.stack([call(index) for index in range(info.batch_size)]), 0

@@ -55,6 +55,31 @@ def reference_gemm(
     return ACTIVATIONS[activation].function(out).to(out_dtype or a.dtype)
 
 
+def reference_grouped_mm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    *,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The four forms of `cuda_ext.grouped_mm`, a product after the other; reads `offs`, int (groups,), on the host."""
+    ends = [0, *offs.tolist()] if offs is not None else []
+    spans = [slice(begin, end) for begin, end in zip(ends, ends[1:], strict=False)]
+    if offs is None:
+        out = mat_a @ mat_b if bias is None else torch.baddbmm(bias.unsqueeze(1), mat_a, mat_b)
+    elif mat_a.dim() == 2 and mat_b.dim() == 3:
+        groups = [mat_a[span] @ mat_b[g] + (0 if bias is None else bias[g]) for g, span in enumerate(spans)]
+        out = torch.cat([*groups, mat_a.new_zeros(len(mat_a) - ends[-1], mat_b.shape[-1])])
+    elif mat_a.dim() == 2:
+        products = [mat_a[:, span] @ mat_b[span] for span in spans]
+        out = torch.stack(products) if products else mat_a.new_zeros(0, len(mat_a), mat_b.shape[1])
+    else:
+        groups = [mat_a[g] @ mat_b[:, span] for g, span in enumerate(spans)]
+        out = torch.cat([*groups, mat_a.new_zeros(mat_a.shape[1], mat_b.shape[1] - ends[-1])], dim=1)
+    return out.to(out_dtype or mat_a.dtype)
+
+
 def reference_linear(
     input: Tensor,
     weight: Tensor,

@@ -1,0 +1,84 @@
+// Grouped products (Groups in gemm.h) on the kernel of gemm_sm80.cuh: which part of which group a block computes. Only
+// the device knows the groups; the grid has as many blocks as any could need, and those without a tile end at once.
+#pragma once
+
+#include "gemm/gemm_sm80.cuh"
+#include "tile/warp_scan.cuh"
+
+namespace cuda_ext::sm80 {
+
+// A tile of the product of group `batch`.
+template <Groups::Cut cut>
+struct GroupPosition : epilogue::TilePosition {
+  int begin = 0, end = 0;  // of the group, in the dim that is cut; of rows, 0 and 0 if there is no such tile
+  int terms = 0;           // of a sum
+
+  DEVICE bool is_empty() const { return cut == Groups::Cut::kRows && end == 0; }
+  DEVICE int64_t row_end(const GemmParams& params) const { return cut == Groups::Cut::kRows ? end : params.m; }
+  DEVICE int out_batch() const { return cut == Groups::Cut::kRows ? 0 : batch; }
+  DEVICE bool has_bias(const GemmParams& params) const { return batch < params.groups.count; }
+  DEVICE int64_t bias_offset(const GemmParams& params) const { return batch * params.bias.batch_strides[0]; }
+};
+
+// Operands must be contiguous along k, or b along n, if rows are cut (a_k_major); along m and n if terms are: wherever
+// a group begins, they are then as aligned as the whole.
+template <class T, Arithmetic arithmetic, bool b_k_major, GemmConfig config, Groups::Cut cut>
+struct GroupedGemm : Gemm<T, arithmetic, cut == Groups::Cut::kRows, b_k_major, config> {
+  using Base = Gemm<T, arithmetic, cut == Groups::Cut::kRows, b_k_major, config>;
+  static_assert(cut == Groups::Cut::kRows || !b_k_major);
+  using Position = GroupPosition<cut>;
+  using Epilogue = epilogue::TileEpilogue<epilogue::BlockThreads<Base::kThreads>, Base::kResultStride,
+                                          Base::kStagedRows, Base::kWarpM, Base::kPassRows, 2, Position>;
+
+  DEVICE static int first_k_tile(const GemmPlan&) { return 0; }
+  DEVICE static int k_tiles(const GemmPlan&, const Position& p) {
+    return (p.terms + Base::kBlockK - 1) / Base::kBlockK;
+  }
+  DEVICE static int k_tiles_of_block(const GemmPlan& plan, const Position& position) { return k_tiles(plan, position); }
+  DEVICE static int k_tail(const GemmPlan& plan, const Position& position) {
+    return position.terms - (k_tiles(plan, position) - 1) * Base::kBlockK;
+  }
+  DEVICE static int first_term(const Position& position) { return cut == Groups::Cut::kTerms ? position.begin : 0; }
+
+  // By all lanes of a warp together.
+  DEVICE static Position find_position(const GemmParams& params, const GemmPlan& plan, int block) {
+    const int count = int(params.groups.count);
+    const auto end_of = [&](int group, int size) {
+      const int end = group < 0 ? 0 : arch::load_global<int32_t>(params.groups.ends + group);
+      return end < 0 ? 0 : end < size ? end : size;
+    };
+    if constexpr (cut == Groups::Cut::kTerms) {
+      Position found{find_tile(plan.row_tiles, plan.column_tiles, block, Base::kBlockM, Base::kBlockN)};
+      found.begin = end_of(found.batch - 1, int(params.k));
+      found.end = end_of(found.batch, int(params.k));
+      found.terms = found.end > found.begin ? found.end - found.begin : 0;
+      return found;
+    }
+    const int rows = int(params.m);
+    int before = 0;  // tiles of the groups before those of the lanes
+                     // The rows after the last group are one more, without terms.
+#pragma unroll 1
+    for (int first = 0; first <= count; first += arch::kWarpSize) {
+      const int group = first + arch::lane_index();
+      const int begin = group <= count ? end_of(group - 1, rows) : rows,
+                end = group < count ? end_of(group, rows) : rows;
+      const int row_tiles = end > begin ? (end - begin + Base::kBlockM - 1) / Base::kBlockM : 0;
+      const int sum = before + tile::sum_up_to_lane(row_tiles * plan.column_tiles);
+      if (const uint32_t later = arch::ballot(sum > block); later != 0) {  // the lane that has it, and those after
+        const int lane = tile::lowest_bit(later), tiles = arch::shuffle(row_tiles, lane);
+        const int index = block - (arch::shuffle(sum, lane) - tiles * plan.column_tiles);
+        Position found{find_tile(tiles, plan.column_tiles, index, Base::kBlockM, Base::kBlockN)};
+        found.batch = first + lane;
+        found.begin = arch::shuffle(begin, lane);
+        found.end = arch::shuffle(end, lane);
+        found.row += found.begin;
+        found.terms = found.batch < count ? int(params.k) : 0;
+        return found;
+      }
+      before = arch::shuffle(sum, arch::kWarpSize - 1);
+    }
+    return {};
+  }
+};
+
+}  // namespace cuda_ext::sm80

@@ -1,0 +1,199 @@
+// grouped_mm: products of groups of rows, or of terms, with a matrix of each group. Its derivatives are grouped
+// products, too, so that all orders and modes of autograd are the op itself.
+#include "ops/torch_headers.h"
+
+#include <ATen/ops/new_ones.h>
+
+#include "gemm/grouped_gemm.h"
+#include "ops/gemm_autograd.h"
+
+namespace cuda_ext {
+namespace {
+
+constexpr const char* kOp = "grouped_mm";
+
+// Rows contiguous, copied if they are not.
+Tensor with_contiguous_rows(const Tensor& tensor) {
+  const bool reads = tensor.size(-1) <= 1 || tensor.stride(-1) == 1;
+  return reads ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
+}
+
+void check_ends(const Tensor& ends, int64_t size) {
+  const int32_t* const data = ends.const_data_ptr<int32_t>();
+  for (int64_t group = 0; group < ends.numel(); ++group) {
+    const int64_t before = group == 0 ? 0 : data[group - 1];
+    CUDA_EXT_CHECK(data[group] >= before && data[group] <= size, kOp, "expected offs to be ends that do not decrease, ",
+                   "from 0 to at most ", size, ", got ", data[group], " after ", before, " at index ", group);
+  }
+}
+
+struct GroupedShape {
+  bool cuts_rows;
+  int64_t groups, m, n, k;
+  Sizes out() const { return cuts_rows ? Sizes{m, n} : Sizes{groups, m, n}; }
+};
+
+GroupedShape check_grouped(const Tensor& a, const Tensor& b, const Tensor& offs, const OptionalTensor& bias,
+                           at::ScalarType out_type) {
+  check_same_dtype(kOp, "mat_b", b, "mat_a", a);
+  check_same_device(kOp, "mat_b", b, "mat_a", a);
+  check_given(kOp, "offs", offs);
+  check_same_device(kOp, "offs", offs, "mat_a", a);
+  CUDA_EXT_CHECK(offs.dim() == 1 && (offs.scalar_type() == at::kInt || offs.scalar_type() == at::kLong), kOp,
+                 "expected offs of shape (groups,) and dtype int32 or int64, got ", shape_string(offs), " of ",
+                 dtype_name(offs.scalar_type()));
+  CUDA_EXT_CHECK(a.dim() == 2 && (b.dim() == 2 || b.dim() == 3), kOp,
+                 "expected mat_a (T, K) with mat_b (groups, K, N), or mat_a (M, T) with mat_b (T, N), got ",
+                 shape_string(a), " and ", shape_string(b));
+  const GroupedShape shape{b.dim() == 3, offs.size(0), a.size(0), b.size(-1), a.size(1)};
+  CUDA_EXT_CHECK(b.size(-2) == shape.k, kOp, "expected mat_b of shape (", shape.cuts_rows ? "groups, " : "", shape.k,
+                 ", N) to match mat_a ", shape_string(a), ", got ", shape_string(b));
+  CUDA_EXT_CHECK(!shape.cuts_rows || b.size(0) == shape.groups, kOp, "expected mat_b of ", shape.groups,
+                 " matrices, one for each element of offs, got ", shape_string(b));
+  if (is_given(bias)) {
+    CUDA_EXT_CHECK(shape.cuts_rows, kOp, "expected no bias where the groups cut the terms of a sum");
+    CUDA_EXT_CHECK(bias->dim() == 2 && bias->size(0) == shape.groups && bias->size(1) == shape.n, kOp,
+                   "expected bias of shape (", shape.groups, ", ", shape.n, "), got ", shape_string(*bias));
+    CUDA_EXT_CHECK(bias->scalar_type() == a.scalar_type() || bias->scalar_type() == out_type, kOp,
+                   "expected bias of dtype ", dtype_name(a.scalar_type()), " or ", dtype_name(out_type), ", got ",
+                   dtype_name(bias->scalar_type()));
+    check_same_device(kOp, "bias", *bias, "mat_a", a);
+  }
+  return shape;
+}
+
+Tensor grouped_mm(const Tensor& given_a, const Tensor& given_b, const Tensor& offs, const OptionalTensor& bias,
+                  OptionalType out_dtype) {
+  check_floating(kOp, "mat_a", given_a);
+  const auto type = output_type(kOp, out_dtype, given_a.scalar_type());
+  const GroupedShape shape = check_grouped(given_a, given_b, offs, bias, type);
+  Tensor out = empty_beside(given_a, shape.out(), type);
+  if (out.numel() == 0) return out;
+  Tensor a = given_a, b = given_b;
+  const Tensor ends = offs.to(at::kInt).contiguous();
+  if (cuda_kernels(kOp, a.device()) == nullptr) {
+    check_ends(ends, shape.cuts_rows ? shape.m : shape.k);
+  } else {  // as GroupedGemm needs them
+    a = shape.cuts_rows ? with_contiguous_rows(a) : with_contiguous_rows(a.t()).t();
+    b = shape.cuts_rows ? with_unit_stride(b) : with_contiguous_rows(b);
+  }
+  GemmParams params;
+  params.m = shape.m;
+  params.n = shape.n;
+  params.k = shape.k;
+  params.a = matrix(a);
+  params.b = matrix(b);
+  params.batch_dims = 1;
+  params.batch_sizes[0] = shape.groups;
+  if (shape.cuts_rows) params.b.batch_strides[0] = b.stride(0);
+  if (is_given(bias)) {
+    params.bias = matrix(*bias);
+    params.bias.batch_strides[0] = bias->stride(0);
+  }
+  params.groups = {shape.cuts_rows ? Groups::Cut::kRows : Groups::Cut::kTerms, ends.const_data_ptr<int32_t>(),
+                   shape.groups};
+  params.batch_invariant = is_batch_invariant();
+  params.out = output(out);
+  if (shape.groups == 0)
+    out.zero_();
+  else
+    run_gemm(kOp, out, params);
+  return out;
+}
+
+Tensor call_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs, const OptionalTensor& bias = {},
+                       OptionalType out_dtype = {}) {
+  static const auto op = find_op<decltype(grouped_mm)>(CUDA_EXT_OP("grouped_mm"));
+  return op.call(a, b, offs, bias, out_dtype);
+}
+
+// (groups, N): the sum of the rows of each group.
+Tensor sum_of_groups(const Tensor& rows, const Tensor& offs, at::ScalarType type) {
+  const Tensor ones = rows.new_ones_symint({c10::SymInt(1), rows.sym_size(0)});  // in the class of `rows`
+  return call_grouped_mm(ones, rows, offs, {}, accumulation_type(rows.scalar_type())).squeeze(1).to(type);
+}
+
+}  // namespace
+
+// The autograd node. Its name shows in profiles and as grad_fn, so it is outside of the anonymous namespace.
+struct GroupedMmBackward : torch::autograd::Function<GroupedMmBackward> {
+  static constexpr const char* kNodeName = CUDA_EXT_OP("GroupedMmBackward");
+
+  static variable_list backward(AutogradContext* ctx, variable_list& grads) {
+    variable_list result(4);
+    if (!grads[0].defined()) return result;
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &a = saved[0], &b = saved[1], &offs = saved[2], &bias = saved[3];
+    const Tensor grad = grads[0].to(a.scalar_type());
+    if (b.dim() == 3) {
+      if (ctx->needs_input_grad(0)) result[0] = call_grouped_mm(grad, b.transpose(-2, -1), offs);
+      if (ctx->needs_input_grad(1)) {
+        // In the memory order of b, which is often the transpose of a parameter, whose gradient is then not copied.
+        const bool transposed = b.sym_stride(-2).maybe_as_int() == 1 && b.sym_stride(-1).maybe_as_int() != 1;
+        result[1] =
+            transposed ? call_grouped_mm(grad.t(), a, offs).transpose(-2, -1) : call_grouped_mm(a.t(), grad, offs);
+      }
+      if (bias.defined() && ctx->needs_input_grad(3)) result[3] = sum_of_groups(grad, offs, bias.scalar_type());
+    } else {
+      if (ctx->needs_input_grad(0)) result[0] = call_grouped_mm(b, grad.transpose(-2, -1), offs).t();
+      if (ctx->needs_input_grad(1)) result[1] = call_grouped_mm(a.t(), grad, offs);
+    }
+    return result;
+  }
+};
+
+namespace {
+
+Tensor tangent(const Tensor& a, const Tensor& b, const Tensor& offs, const OptionalTensor& bias, at::ScalarType type) {
+  Tensor sum;
+  const auto add = [&](const Tensor& term) { sum = sum.defined() ? sum + term : term; };
+  if (const Tensor t = tangent_of(a); t.defined()) add(call_grouped_mm(t, primal(b), offs, {}, type));
+  if (const Tensor t = tangent_of(b); t.defined()) add(call_grouped_mm(primal(a), t, offs, {}, type));
+  if (const Tensor t = tangent_of(bias); t.defined())  // the rows of each group, of sums without terms
+    add(call_grouped_mm(primal(a).narrow(1, 0, 0), primal(b).narrow(1, 0, 0), offs, t, type));
+  return sum;
+}
+
+Tensor grouped_mm_autograd(const Tensor& a, const Tensor& b, const Tensor& offs, const OptionalTensor& bias,
+                           OptionalType out_dtype) {
+  const Derivatives wanted = derivatives_of(a, b, bias);
+  const Tensor out = [&] {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return call_grouped_mm(a, b, offs, bias, out_dtype);
+  }();
+  if (wanted.reverse) {
+    const auto node = make_node<GroupedMmBackward>(a, b, offs, bias);
+    attach_node(node, {a, b, offs, value_or_empty(bias)}, out);
+  }
+  if (wanted.forward) set_tangent(out, tangent(a, b, offs, bias, out.scalar_type()));
+  return out;
+}
+
+template <c10::DeviceType device>
+Tensor grouped_mm_autocast(const Tensor& a, const Tensor& b, const Tensor& offs, const OptionalTensor& bias,
+                           OptionalType out_dtype) {
+  const Autocast cast(device);
+  return call_grouped_mm(cast(a), cast(b), offs, cast(bias), out_dtype);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout};
+  m.def(
+      "grouped_mm(Tensor mat_a, Tensor mat_b, Tensor offs, Tensor? bias=None, *, ScalarType? out_dtype=None) -> Tensor",
+      tags);
+  register_layout_errors(m, {"grouped_mm"});
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) { m.impl("grouped_mm", grouped_mm); }
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) { m.impl("grouped_mm", grouped_mm); }
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) { m.impl("grouped_mm", grouped_mm_autograd); }
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, AutocastCPU, m) {
+  m.impl("grouped_mm", grouped_mm_autocast<c10::DeviceType::CPU>);
+}
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, AutocastCUDA, m) {
+  m.impl("grouped_mm", grouped_mm_autocast<c10::DeviceType::CUDA>);
+}
+
+}  // namespace cuda_ext

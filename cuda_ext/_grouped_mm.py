@@ -1,0 +1,74 @@
+"""Products of groups of rows, each with a matrix of its own, as in the experts of a mixture."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cuda_ext._checks import shape_of
+from cuda_ext._gemm import gemm
+from cuda_ext._load import ops
+from cuda_ext._toolchain import NAMESPACE
+
+__all__ = ["grouped_mm"]
+
+_NAME = f"{NAMESPACE}::grouped_mm"
+_grouped_mm = ops.grouped_mm.default
+
+
+def grouped_mm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    *,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """A product for each group: `torch.nn.functional.grouped_mm`, for any sizes, strides and dtypes of `cuda_ext.gemm`.
+
+    Group ``g`` has ``[offs[g - 1], offs[g])`` of a dim of length ``T``, the first from 0 on. Groups may be empty. Four
+    forms:
+
+    - ``(T, K)`` and ``(groups, K, N)`` give ``(T, N)``: rows times the matrix of their group. Rows after the last group
+      are 0.
+    - ``(M, T)`` and ``(T, N)`` give ``(groups, M, N)``: sums over the terms of each group, 0 if it has none. Terms
+      after the last group are not used.
+    - ``(groups, M, K)`` and ``(K, T)`` give ``(M, T)``: as the first, with rows and columns exchanged.
+    - ``(groups, M, K)`` and ``(groups, K, N)`` give ``(groups, M, N)``, without `offs`: as `torch.bmm`.
+
+    The weights of `torch.nn.Linear` layers, ``(groups, N, K)``, are ``weights.mT`` here. On a GPU it is one launch,
+    the host does not read `offs`, and the call can be captured in a CUDA graph; ends that are out of range are cut off,
+    and ends that decrease give undefined values in rows of several groups. float64 there is composed of PyTorch's
+    products, after a copy of `offs` to the host.
+
+    Differentiable to any order in reverse and forward mode: derivatives are grouped products, too. Rows of no group
+    have a gradient of 0.
+
+    Args:
+        mat_a, mat_b: float32, float16, bfloat16 or float64, both the same. On a GPU operands whose rows (in the second
+            form columns of `mat_a`) are not contiguous are copied.
+        offs: ``(groups,)``, int32 or int64: ends, which do not decrease, up to ``T``.
+        bias: ``(groups, N)``, added to the rows of each group; not in the second and third form. Dtype of `mat_a` or of
+            the output.
+        out_dtype: float32, float16 or bfloat16; default the dtype of `mat_a`. float64 only for float64 inputs.
+
+    Returns:
+        as above; rounded once from the accumulator, which is float32 (float64 for float64). In the third form
+        the transpose is contiguous, else the result.
+
+    Raises:
+        RuntimeError: wrong shapes, dtypes or devices; on a CPU also ends that decrease or are out of range.
+        NotImplementedError: CUDA tensors, if no CUDA kernel is built.
+    """
+    sizes = f"mat_a {shape_of(mat_a)} and mat_b {shape_of(mat_b)}"
+    if mat_a.dim() == 3 and mat_b.dim() == 3:
+        if offs is not None:
+            raise RuntimeError(f"{_NAME}: expected no offs for matrices of all groups, got {sizes}")
+        return gemm(mat_a, mat_b, None if bias is None else bias.unsqueeze(1), out_dtype=out_dtype)
+    if offs is None:
+        raise RuntimeError(f"{_NAME}: expected offs, the ends of the groups, for {sizes}")
+    if mat_a.dim() == 3 and mat_b.dim() == 2:
+        if bias is not None:
+            raise RuntimeError(f"{_NAME}: expected no bias where the groups cut columns, {sizes}")
+        return _grouped_mm(mat_b.t(), mat_a.mT, offs, out_dtype=out_dtype).t()
+    return _grouped_mm(mat_a, mat_b, offs, bias, out_dtype=out_dtype)

@@ -1,0 +1,332 @@
+"""grouped_mm: values and derivatives of all forms, groups of any sizes, traps, transforms, errors."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gemm_common import DTYPES, integers, rand
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import cuda_ext
+from cuda_ext import grouped_mm, testing
+from cuda_ext.testing import assert_op_matches_reference, reference_grouped_mm
+
+SIZES = (1, 2, 7, 8, 33, 64, 100, 130)
+
+
+def spans(offs: Tensor) -> list[slice]:
+    ends = [0, *offs.tolist()]
+    return [slice(begin, end) for begin, end in zip(ends, ends[1:])]
+
+
+def random_offs(groups: int, size: int) -> Tensor:
+    """Ends of groups, some of them empty, up to `size` or less."""
+    ends = torch.randint(0, size + 1, (groups,)).sort().values
+    if groups > 2 and random.random() < 0.5:
+        ends[random.randrange(groups - 1)] = ends[-1]
+        ends = ends.cummax(0).values
+    if groups and random.random() < 0.5:
+        ends[-1] = size
+    return ends.to(random.choice((torch.int32, torch.int64)))
+
+
+def random_strides(tensor: Tensor) -> Tensor:
+    """The same values, in any memory order, with gaps."""
+    order = random.sample(range(tensor.dim()), tensor.dim())
+    shape = [tensor.shape[d] for d in order]
+    gap = random.choice((0, 0, 1, 8))
+    memory = torch.full((*shape[:-1], shape[-1] + gap), torch.nan, dtype=tensor.dtype)
+    view = memory[..., : shape[-1]].permute(*(order.index(d) for d in range(tensor.dim())))
+    return view.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+def random_case(form: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    groups, m, n, k, t = random.choice((1, 2, 5, 40)), *(random.choice(SIZES) for _ in range(4))
+    if random.random() < 0.1:  # sums without terms
+        k, t = (k, 0) if form == "2d x 2d" else (0, t)
+    scale = {"scale": max(1, k) ** -0.5, "dtype": dtype}
+    shapes = {
+        "2d x 3d": ((t, k), (groups, k, n)),
+        "2d x 2d": ((m, t), (t, n)),
+        "3d x 2d": ((groups, m, k), (k, t)),
+        "3d x 3d": ((groups, m, k), (groups, k, n)),
+    }[form]
+    tensors = {
+        "mat_a": random_strides(rand(*shapes[0], dtype=dtype)),
+        "mat_b": random_strides(rand(*shapes[1], **scale)),
+    }
+    options: dict[str, Any] = {}
+    if form != "3d x 3d":
+        options["offs"] = random_offs(groups, t)
+    if dtype != torch.float64 and random.random() < 0.3:
+        options["out_dtype"] = random.choice((torch.float32, torch.bfloat16))
+    if (form == "2d x 3d" and random.random() < 0.5) or (form == "3d x 3d" and not options):
+        tensors["bias"] = rand(groups, n, dtype=dtype)
+    return tensors, options
+
+
+def check(tensors: dict[str, Tensor], options: dict[str, Any]) -> None:
+    # Gradients are formed from one that is rounded to the dtype of the operands.
+    dtype = tensors["mat_a"].dtype
+    atol = 16 * torch.finfo(dtype).eps
+    largest = {name: float(t.detach().abs().max()) if t.numel() else 0.0 for name, t in tensors.items()}
+    rows = max(1, *(size for t in tensors.values() for size in t.shape))
+    gradient_atol = {name: atol * rows**0.5 * max(1.0, *largest.values()) for name in tensors}
+    assert_op_matches_reference(
+        grouped_mm,
+        reference_grouped_mm,
+        tensors,
+        options,
+        atol=atol * max(1.0, *largest.values()),
+        gradient_atol=gradient_atol,
+    )
+
+
+@pytest.mark.every_backend
+@pytest.mark.sampled(cases=20)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", ["2d x 3d", "2d x 2d", "3d x 2d", "3d x 3d"])
+@pytest.mark.parametrize("case", range(25))
+def test_random_cases(case: int, form: str, dtype: torch.dtype) -> None:
+    check(*random_case(form, dtype))
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "ends",
+    [[0, 0, 300], [300, 300, 300], [0, 0, 0], [1, 2, 3], [127, 128, 129], [150, 150, 299]],
+    ids=str,
+)
+def test_integers_are_exact(ends: list[int], dtype: torch.dtype) -> None:
+    """Equal to a loop of `gemm`, bit for bit: all in one group, none in any, groups of one, around a tile's size."""
+    offs = torch.tensor(ends, dtype=torch.int32)
+    a, b, g = integers(300, 40, dtype=dtype), integers(3, 40, 24, dtype=dtype), integers(300, 24, dtype=dtype)
+    out = grouped_mm(a, b, offs=offs, out_dtype=None if dtype == torch.float64 else torch.float32)
+    sums = grouped_mm(a.t(), g, offs=offs)
+    for group, span in enumerate(spans(offs)):
+        assert torch.equal(out[span].double(), a[span].double() @ b[group].double())
+        assert torch.equal(sums[group], cuda_ext.gemm(a[span].t(), g[span]))
+    assert not out[ends[-1] :].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_groups_and_no_elements(dtype: torch.dtype) -> None:
+    none = torch.zeros(0, dtype=torch.int32)
+    for size in (0, 5):
+        a, b = rand(size, 3, dtype=dtype), rand(0, 3, 4, dtype=dtype)
+        out = grouped_mm(a, b, offs=none)
+        assert out.shape == (size, 4) and not out.any()
+        grads = torch.autograd.grad(out.sum(), (a, b))
+        assert not grads[0].any() and grads[1].shape == (0, 3, 4)
+        assert grouped_mm(a.t(), rand(size, 4, dtype=dtype), offs=none).shape == (0, 3, 4)
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_no_group_reach_nothing(dtype: torch.dtype) -> None:
+    """NaN after the last group, as in a buffer that is larger than its tokens, and in the gradient of these rows."""
+    offs = torch.tensor([30, 30, 77], dtype=torch.int32)
+    a, b = rand(200, 40, dtype=dtype), rand(3, 40, 24, dtype=dtype)
+    bias, grad = rand(3, 24, dtype=dtype), rand(200, 24, dtype=dtype, grad=False)
+    results = []
+    for rest in (0.0, torch.nan):
+        rows, grads = a.detach().clone(), grad.clone()
+        rows[77:], grads[77:] = rest, rest
+        out = grouped_mm(rows.requires_grad_(), b, offs=offs, bias=bias)
+        results.append((out, *torch.autograd.grad(out, (rows, b, bias), grads)))
+    for good, bad in zip(*results):
+        assert torch.equal(good, bad) and good.isfinite().all()
+    assert not results[0][0][77:].any() and not results[0][1][77:].any()
+    assert not results[0][2][1].any() and not results[0][3][1].any()  # of the empty group
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("ends", [[-5, 40, 90], [60, 30, 64], [10, 2**31 - 1, -(2**31)]], ids=str)
+def test_ends_out_of_range_stay_inside(ends: list[int], backend: str) -> None:
+    """On a GPU the host does not know them: whatever they are, nothing outside of the tensors is read or written."""
+    offs = torch.tensor(ends, dtype=torch.int32)
+    if backend == "cpu":
+        with pytest.raises(RuntimeError, match="expected offs to be ends that do not decrease, from 0 to at most 64"):
+            grouped_mm(rand(64, 8), rand(3, 8, 16), offs=offs)
+        return
+    guarded = torch.full((80, 8), torch.nan)
+    rows = guarded[8:72].copy_(torch.ones(64, 8))
+    assert grouped_mm(rows, torch.ones(3, 8, 16), offs=offs).isfinite().all()
+    assert grouped_mm(rows.t(), torch.ones(64, 16), offs=offs).isfinite().all()
+
+
+@pytest.mark.simt
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
+@pytest.mark.parametrize("form", ["2d x 3d", "2d x 2d"])
+def test_no_races(form: str, arch: str) -> None:
+    offs = torch.tensor([0, 70, 70, 205, 260], dtype=torch.int32)
+    a, b = (integers(300, 72), integers(5, 72, 136)) if form == "2d x 3d" else (integers(136, 300), integers(300, 72))
+    for dtype in (torch.bfloat16, torch.float32):
+        with testing.emulated(arch, check_races=True):
+            out = grouped_mm(a.to(dtype), b.to(dtype), offs=offs, out_dtype=torch.float32)
+        assert torch.equal(out, reference_grouped_mm(a, b, offs=offs))
+
+
+@pytest.mark.simt
+def test_many_groups_fill_the_grid_they_need() -> None:
+    """The host launches a tile more for each group than their rows fill; more than a warp's lanes of groups."""
+    for groups in (31, 32, 33, 64, 100):
+        sizes = torch.randint(0, 9, (groups,))
+        offs = sizes.cumsum(0).int()
+        a, b = integers(int(offs[-1]) + 3, 16), integers(groups, 16, 24)
+        with testing.emulated("sm_80"):
+            out = grouped_mm(a, b, offs=offs)
+        assert torch.equal(out, reference_grouped_mm(a, b, offs=offs))
+
+
+# PyTorch's transforms
+
+
+def small(form: str = "2d x 3d") -> tuple[dict[str, Tensor], Tensor]:
+    offs = torch.tensor([2, 2, 5], dtype=torch.int32)
+    shapes = {"2d x 3d": ((6, 3), (3, 3, 4)), "2d x 2d": ((4, 6), (6, 3)), "3d x 2d": ((3, 4, 2), (2, 6))}[form]
+    tensors = {name: rand(*shape, dtype=torch.float64) for name, shape in zip(("mat_a", "mat_b"), shapes)}
+    if form == "2d x 3d":
+        tensors["bias"] = rand(3, 4, dtype=torch.float64)
+    return tensors, offs
+
+
+@pytest.mark.parametrize("form", ["2d x 3d", "2d x 2d", "3d x 2d"])
+def test_derivatives_of_any_order(form: str) -> None:
+    tensors, offs = small(form)
+
+    def call(*given: Tensor) -> Tensor:
+        return grouped_mm(given[0], given[1], offs=offs, bias=given[2] if len(given) > 2 else None)
+
+    inputs = tuple(tensors.values())
+    assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(call, inputs, check_fwd_over_rev=True)
+
+
+def test_vmap_and_functional_gradients() -> None:
+    tensors, offs = small()
+    a, b, bias = (t.detach() for t in tensors.values())
+    many = torch.stack([a, 2 * a])
+    out = torch.vmap(lambda x: grouped_mm(x, b, offs=offs, bias=bias))(many)
+    torch.testing.assert_close(out, torch.stack([grouped_mm(x, b, offs=offs, bias=bias) for x in many]))
+    ends = torch.tensor([[2, 2, 5], [0, 6, 6]], dtype=torch.int32)
+    out = torch.vmap(lambda x, o: grouped_mm(x, b, offs=o), in_dims=(None, 0))(a, ends)
+    torch.testing.assert_close(out, torch.stack([grouped_mm(a, b, offs=o) for o in ends]))
+    grads = torch.func.grad(lambda x, w: grouped_mm(x, w, offs=offs).square().sum(), argnums=(0, 1))(a, b)
+    x, w = a.clone().requires_grad_(), b.clone().requires_grad_()
+    grouped_mm(x, w, offs=offs).square().sum().backward()
+    torch.testing.assert_close(grads, (x.grad, w.grad))
+
+
+def test_an_expanded_gradient() -> None:
+    """PyTorch's refuses the gradient of a sum, which is expanded."""
+    tensors, offs = small()
+    grouped_mm(tensors["mat_a"], tensors["mat_b"], offs=offs).sum().backward()
+    assert tensors["mat_a"].grad is not None and tensors["mat_a"].grad.shape == (6, 3)
+
+
+@pytest.mark.parametrize("form", ["2d x 3d", "2d x 2d", "3d x 2d"])
+def test_opcheck_and_compile(form: str) -> None:
+    tensors, offs = small(form)
+    for t in (torch.float64, torch.bfloat16):
+        given = {name: x.detach().to(t).requires_grad_() for name, x in tensors.items()}
+        if form != "3d x 2d":
+            torch.library.opcheck(
+                torch.ops.cuda_ext.grouped_mm.default, (given["mat_a"], given["mat_b"], offs, given.get("bias"))
+            )
+        compiled = torch.compile(lambda **x: grouped_mm(**x, offs=offs), fullgraph=True, backend="aot_eager")
+        out = compiled(**given)
+        torch.testing.assert_close(out, grouped_mm(**given, offs=offs))
+        out.sum().backward()
+        assert all(x.grad is not None for x in given.values())
+
+
+def test_autocast_and_flops() -> None:
+    tensors, offs = small()
+    given = {name: t.detach().float() for name, t in tensors.items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert grouped_mm(**given, offs=offs).dtype == torch.bfloat16
+    with FlopCounterMode(display=False) as counter:
+        grouped_mm(given["mat_a"], given["mat_b"], offs=offs)
+    assert counter.get_total_flops() == 2 * 6 * 3 * 4
+
+
+# As PyTorch's
+
+
+@pytest.mark.cpu_only("PyTorch's own op")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_equals_pytorch(dtype: torch.dtype) -> None:
+    """The cases of PyTorch's own tests: all four forms, strided and transposed operands."""
+    m, n, k, groups = 16, 32, 64, 4
+    offs = torch.arange(m, groups * m + 1, m, dtype=torch.int32)
+    long = torch.arange(k, groups * k + 1, k, dtype=torch.int32)
+    wide = torch.arange(n, groups * n + 1, n, dtype=torch.int32)
+    x = {"dtype": dtype, "grad": False}
+    cases = [
+        (rand(m * groups, k, **x), rand(groups, n, k, **x).mT, offs),
+        (rand(m * groups, 2 * k, **x)[:, :k], rand(groups, 2 * n, 2 * k, **x)[:, :n, :k].mT, offs),
+        (rand(m, groups * k, **x), rand(n, groups * k, **x).t(), long),
+        (rand(groups * k, m, **x).t(), rand(groups * k, n, **x), long),
+        (rand(groups, m, k, **x), rand(groups * n, k, **x).t(), wide),
+        (rand(groups, m, k, **x), rand(groups, n, k, **x).mT, None),
+    ]
+    for a, b, ends in cases:
+        ours, theirs = grouped_mm(a, b, offs=ends), F.grouped_mm(a, b, offs=ends)
+        torch.testing.assert_close(ours, theirs, atol=0.05 if dtype != torch.float32 else 1e-4, rtol=0.02)
+
+
+def test_a_layer_of_experts_trains() -> None:
+    """Tokens sorted by their expert, as in a mixture: the same as a loop over torch.nn.Linear layers."""
+    experts, tokens, width = 4, 50, 8
+    layers = [torch.nn.Linear(width, width, dtype=torch.float64) for _ in range(experts)]
+    others = copy.deepcopy(layers)
+    of_token = torch.randint(0, experts, (tokens,)).sort().values
+    x = rand(tokens, width, dtype=torch.float64, grad=False)
+    offs = torch.bincount(of_token, minlength=experts).cumsum(0)
+    weight = torch.stack([layer.weight for layer in layers]).mT
+    out = grouped_mm(x, weight, offs=offs, bias=torch.stack([layer.bias for layer in layers]))
+    out.square().sum().backward()
+    expected = torch.cat([others[e](x[of_token == e]) for e in range(experts)])
+    expected.square().sum().backward()
+    torch.testing.assert_close(out, expected)
+    for layer, other in zip(layers, others):
+        torch.testing.assert_close(layer.weight.grad, other.weight.grad)
+        torch.testing.assert_close(layer.bias.grad, other.bias.grad)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mat_a": rand(6)}, r"expected mat_a \(T, K\) with mat_b \(groups, K, N\), or .* got \(6,\) and \(3, 3, 4\)"),
+        ({"mat_a": rand(6, 5)}, r"expected mat_b of shape \(groups, 5, N\) to match mat_a \(6, 5\), got \(3, 3, 4\)"),
+        ({"mat_a": rand(6, 3).double()}, "expected mat_b of dtype float64 to match mat_a, got float32"),
+        ({"mat_a": integers(6, 3).int()}, "expected mat_a of dtype float32, float16, bfloat16 or float64, got int32"),
+        ({"offs": None}, r"expected offs, the ends of the groups, for mat_a \(6, 3\) and mat_b \(3, 3, 4\)"),
+        ({"offs": torch.tensor([2, 6])}, "expected mat_b of 2 matrices, one for each element of offs"),
+        ({"offs": torch.tensor([2.0, 5, 6])}, "expected offs of shape .* and dtype int32 or int64, got .* of float32"),
+        ({"offs": torch.tensor([5, 2, 6])}, "expected offs to be ends that do not decrease.* got 2 after 5 at index 1"),
+        ({"offs": torch.tensor([2, 5, 7])}, "from 0 to at most 6, got 7 after 5 at index 2"),
+        ({"bias": rand(4)}, r"expected bias of shape \(3, 4\), got \(4,\)"),
+        ({"bias": rand(3, 4).double()}, "expected bias of dtype float32 or float32, got float64"),
+        ({"mat_a": rand(2, 6), "mat_b": rand(6, 4), "bias": rand(3, 4)}, "expected no bias where the groups cut the"),
+        (
+            {"mat_a": rand(3, 2, 5), "mat_b": rand(5, 6), "bias": rand(3, 6)},
+            "expected no bias where the groups cut col",
+        ),
+        ({"mat_a": rand(3, 2, 3)}, r"expected no offs for matrices of all groups, got mat_a \(3, 2, 3\)"),
+        ({"out_dtype": torch.float64}, "expected out_dtype float32, float16 or bfloat16"),
+        ({"offs": torch.tensor([2, 5, 6], device="meta")}, "expected offs on device cpu to match mat_a, got meta"),
+    ],
+)
+def test_errors(change: dict[str, Any], message: str) -> None:
+    given = {"mat_a": rand(6, 3), "mat_b": rand(3, 3, 4), "offs": torch.tensor([2, 5, 6], dtype=torch.int32)}
+    with pytest.raises(RuntimeError, match=f"cuda_ext::grouped_mm: .*{message}"):
+        grouped_mm(**{**given, **change})
