@@ -146,6 +146,17 @@ def _gemm_backward(grad: Any, a: Any, b: Any, bias: Any, *, output_mask: int, **
     yield rule([REPLICATE] * 3, PARTIAL, [PARTIAL] * 4)
 
 
+def _grouped_mm(a: Any, b: Any, offs: Any, bias: Any, **options: Any) -> Iterator[Rule]:
+    """Ranks have the same groups: rows of tokens cannot be split, because a rank would need ends of its own."""
+    columns = Shard(b.ndim - 1)
+    if b.ndim == 3:
+        yield [Shard(1)], [REPLICATE, columns, REPLICATE, Shard(1)]
+        yield [PARTIAL], [Shard(1), Shard(1), REPLICATE, PARTIAL]
+    else:
+        yield [Shard(1)], [Shard(0), REPLICATE, REPLICATE, REPLICATE]
+        yield [Shard(2)], [REPLICATE, columns, REPLICATE, REPLICATE]
+
+
 # linear, gated_linear
 
 
@@ -401,10 +412,20 @@ def _linear_loss_forward(*args: Any, output_mask: int, **options: Any) -> Iterat
         yield [*loss, *_wanted([Shard(0), PARTIAL, PARTIAL], output_mask)], places
 
 
+def _flip(tensor: Any, dims: Sequence[int]) -> list[Rule]:
+    """PyTorch's own op, of which relative biases are made; PyTorch has no rule for it that always works."""
+    flipped = {dim % tensor.ndim for dim in dims}
+    places = [REPLICATE, PARTIAL, *(Shard(dim) for dim in range(tensor.ndim) if dim not in flipped)]
+    return [([place], [place, None]) for place in places]
+
+
+if torch.ops.aten.flip.default not in _dispatcher.sharding_propagator.op_strategy_funcs:
+    register_sharding(torch.ops.aten.flip.default)(_flip)
 _register("gemm", partial(_gemm, 1))
 _register("gemm_forward", partial(_gemm, 2))
 _register("gemm_backward", _gemm_backward)
 _register("activation_backward", _activation_backward)
+_register("grouped_mm", _grouped_mm)
 _register("linear_backward", _linear_backward)
 _register("mlp_hidden_backward", _mlp_hidden_backward)
 for _prefix, _gated in (("", False), ("gated_", True)):
