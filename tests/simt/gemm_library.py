@@ -37,6 +37,10 @@ class _Output(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("dtype", ctypes.c_uint8)]
 
 
+class _Groups(ctypes.Structure):
+    _fields_ = [("cut", ctypes.c_uint8), ("ends", ctypes.c_void_p), ("count", ctypes.c_int64)]
+
+
 class GemmParams(ctypes.Structure):
     _fields_ = [
         ("m", ctypes.c_int64),
@@ -54,6 +58,7 @@ class GemmParams(ctypes.Structure):
         ("beta", ctypes.c_double),
         ("activation", ctypes.c_uint8),
         ("gated", ctypes.c_bool),
+        ("groups", _Groups),
         ("batch_invariant", ctypes.c_bool),
         ("out", _Output),
         ("c", _Operand),
