@@ -449,7 +449,7 @@ def test_choices_are_those_of_the_launcher(evidence: Evidence, dtype: str) -> No
 
 def test_the_order_of_tiles_is_that_of_the_kernel() -> None:
     source = (ROOT / "csrc" / "gemm" / "gemm_sm80.cuh").read_text()
-    assert re.findall(r"constexpr int kGroup = (\d+);", source) == [str(gemm_work.GROUP_ROWS)]
+    assert re.findall(r"constexpr int kBand = (\d+);", source) == [str(gemm_work.GROUP_ROWS)]
 
 
 @ON_EVERY_GPU

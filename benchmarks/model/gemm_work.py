@@ -25,7 +25,7 @@ from benchmarks.model.evidence import (
 from benchmarks.model.gpus import Gpu
 from benchmarks.model.work import Amounts, Work
 
-GROUP_ROWS = 8  # kGroup of find_tile: blocks cover this many rows of tiles before the next column
+GROUP_ROWS = 8  # kBand of find_tile: blocks cover this many rows of tiles before the next column
 
 
 def _of_block(cost: dict[str, int]) -> dict[str, Any]:
