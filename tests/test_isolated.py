@@ -26,12 +26,12 @@ def test_one_child_answers_all_cases_in_order() -> None:
 
 def test_groups_and_lanes_run_side_by_side() -> None:
     def work(group: str, case: str) -> Answer:
-        time.sleep(0.5)
+        time.sleep(1.0)
         return Answer(True, str(os.getpid()))
 
     began = time.monotonic()
     results = list(isolated.run({"a": CASES, "b": CASES[:3]}, work, lanes=3))
-    assert time.monotonic() - began < 3  # one after the other it would be 4.5
+    assert time.monotonic() - began < 6  # one after the other it would be 9
     assert sorted((result.group, result.case) for result in results) == sorted(
         [*(("a", case) for case in CASES), *(("b", case) for case in CASES[:3])]
     )
