@@ -36,9 +36,9 @@ def grouped_mm(
     - ``(groups, M, K)`` and ``(K, T)`` give ``(M, T)``: as the first, with rows and columns exchanged.
     - ``(groups, M, K)`` and ``(groups, K, N)`` give ``(groups, M, N)``, without `offs`: as `torch.bmm`.
 
-    The weights of `torch.nn.Linear` layers, ``(groups, N, K)``, are ``weights.mT`` here. On a GPU it is one launch,
-    the host does not read `offs`, and the call can be captured in a CUDA graph; ends that are out of range are cut off,
-    and ends that decrease give undefined values in rows of several groups. float64 there is composed of PyTorch's
+    The weights of `torch.nn.Linear` layers, ``(groups, N, K)``, are ``weights.mT`` here. On a GPU one kernel
+    computes all groups, and the host does not read `offs`; ends that are out of range are cut off, and ends that
+    decrease give undefined values in rows of several groups. float64 there is composed of PyTorch's
     products, after a copy of `offs` to the host.
 
     Differentiable to any order in reverse and forward mode: derivatives are grouped products, too. Rows of no group

@@ -36,12 +36,17 @@ struct alignas(8) Part {
   int slot = -1;  // of LongLists; none if there is only one part
 };
 
+// The slot of a block's part; negative: its list has one part.
+template <class Kernel, class Task>
+DEVICE int slot_of(const Task& task) {
+  if constexpr (Kernel::kWithOptions) return tile::load_struct(task.part).slot;
+  return -1;
+}
+
 // Whether a block has a part of the loop of its tile.
 template <class Kernel, class Plan, class Task>
 DEVICE bool is_part(const Plan& plan, const Task& task) {
-  if constexpr (Kernel::kWithOptions)
-    if (tile::load_struct(task.part).slot >= 0) return true;
-  return plan.splits > 1;
+  return plan.splits > 1 || slot_of<Kernel>(task) >= 0;
 }
 
 // What a block has of the list of a tile.

@@ -258,6 +258,8 @@ DEVICE void finish_rows(const AttentionParams& p, const ForwardPlan& plan, const
                         typename Kernel::OutTiles::Accumulators& out) {
   using Tiles = typename Kernel::OutTiles;
   const int64_t split_rows = split * (p.cu_seqlens_q != nullptr ? p.heads * p.total_q : p.batch * p.heads * p.seqlen_q);
+  const int slot = slot_of<Kernel>(task);
+  const bool is_part = plan.splits > 1 || slot >= 0;
   const int column = arch::lane_index() % 4 * 2;  // this thread's columns of each 8
 #pragma unroll
   for (int m = 0; m < Tiles::kRowTiles; ++m)
@@ -274,11 +276,9 @@ DEVICE void finish_rows(const AttentionParams& p, const ForwardPlan& plan, const
       }
       if (rows.first + row >= rows.count) continue;
       const int64_t lse_index = first_lse_row(p, position.q_begin, position.batch, rows.head(row)) + query;
-      if (is_part<Kernel>(plan, task)) {
-        int64_t partial_row = split_rows + lse_index;
-        if constexpr (Kernel::kWithOptions)
-          if (const int slot = load_struct(task.part).slot; slot >= 0)
-            partial_row = (int64_t(split) * plan.long_lists.slots + slot) * Kernel::kBlockM + row;
+      if (is_part) {
+        const int64_t partial_row =
+            slot < 0 ? split_rows + lse_index : (int64_t(split) * plan.long_lists.slots + slot) * Kernel::kBlockM + row;
         if (column == 0) arch::store_global(plan.partial_lse + partial_row, lse);
         float* const to = plan.partial_out + partial_row * p.dim_v + column;
 #pragma unroll

@@ -5,7 +5,8 @@
 // Tile           A block computes (block_m, block_n) of the output and loops over k, and over the reduced products,
 //                block_k at a time. If the product is gated, the left half of the tile are gate columns and the right
 //                half the corresponding up columns, so that it covers block_n / 2 columns of the output. Sizes: kTiles
-//                in tiles_sm80.h.
+//                in tiles_sm80.h. Which tile is the Position's to say; groups_sm80.cuh has another, for grouped
+//                products.
 // Warps          (warps_m, warps_n) of them share the tile; all have the same role, and all threads take part in
 //                copies.
 // Pipeline       A ring of `stages` tiles of each operand, filled by cp.async. Each thread waits for its own copies

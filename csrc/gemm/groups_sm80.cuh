@@ -55,8 +55,8 @@ struct GroupedGemm : Gemm<T, arithmetic, cut == Groups::Cut::kRows, b_k_major, c
       return found;
     }
     const int rows = int(params.m);
+    // The rows after the last group are one more, without terms.
     int before = 0;  // tiles of the groups before those of the lanes
-                     // The rows after the last group are one more, without terms.
 #pragma unroll 1
     for (int first = 0; first <= count; first += arch::kWarpSize) {
       const int group = first + arch::lane_index();
