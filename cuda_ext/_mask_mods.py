@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,11 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 class GatherIndexing(TorchFunctionMode):
     """Makes indexing by numbers, such as ``ids[q]``, a gather, which torch.vmap knows. Plain indexing by a tensor of
-    one number reads the number, which torch.vmap refuses."""
+    one number reads the number, which torch.vmap refuses.
+
+    On a GPU an index that is out of range gives NaN, or the first element if the table is of integers. Otherwise it
+    would end the process's use of the GPU, even if it belongs to a hidden position, as those of pages that are not in
+    use."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
@@ -33,8 +38,22 @@ class GatherIndexing(TorchFunctionMode):
             numbers = [each for each in index if isinstance(each, int) and not isinstance(each, bool)]
             if tensors and len(tensors) + len(numbers) == len(index):
                 whole = [each if isinstance(each, Tensor) else tensors[0].new_full((), each) for each in index]
-                return torch.ops.aten.index(table, whole)
+                return index_or_nan(table, whole) if table.is_cuda else torch.ops.aten.index(table, whole)
         return func(*args, **(kwargs or {}))
+
+
+def index_or_nan(table: Tensor, index: Sequence[Tensor]) -> Tensor:
+    """``table[index]``, by tensors of numbers. Out of range it is NaN; the first element of that dim in a table of
+    integers."""
+    sizes = table.shape[: len(index)]
+    inside = [(each >= -size) & (each < size) for each, size in zip(index, sizes)]
+    found: Tensor = torch.ops.aten.index(table, [torch.where(is_in, each, 0) for is_in, each in zip(inside, index)])
+    if not table.is_floating_point():
+        return found
+    is_inside = functools.reduce(torch.logical_and, inside)
+    for _ in table.shape[len(index) :]:
+        is_inside = is_inside.unsqueeze(-1)
+    return torch.where(is_inside, found, torch.nan)
 
 
 def elements_of(op: str, mask_mod: MaskMod) -> Visible:

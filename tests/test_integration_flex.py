@@ -81,11 +81,25 @@ def test_as_torch_without_gradients(dtype: torch.dtype) -> None:
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=8 * rounding)
 
 
-def test_layout_of_the_output() -> None:
-    rows_first = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in tensors(grad=False)]
-    wanted = flex_attention(*rows_first, enable_gqa=True)
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
+def test_layout_of_the_output(order: tuple[int, ...]) -> None:
+    """Of a query whose dims are in this order in memory, the largest stride first."""
+    query, key, value = tensors((9, 9), heads=(3, 3), grad=False)
+    query = query.permute(order).contiguous().permute(*(order.index(dim) for dim in range(4)))
+    wanted = flex_attention(query, key, value)
     with all_served():
-        assert flex_attention(*rows_first, enable_gqa=True).stride() == wanted.stride()
+        out = flex_attention(query, key, value)
+    assert out.stride() == wanted.stride()
+    torch.testing.assert_close(out, wanted)
+
+
+def test_layout_of_the_output_compiled() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(flex_attention, backend="aot_eager", fullgraph=True, dynamic=True)
+    for order in ((0, 2, 1, 3), (2, 0, 1, 3), (1, 0, 2, 3)):
+        query = tensors((9, 9), grad=False)[0].permute(order)
+        with all_served():
+            assert compiled(query, query, query).stride() == flex.flex_attention(query, query, query).stride()
 
 
 def test_autocast() -> None:
@@ -272,6 +286,16 @@ def test_compiled_before_and_after() -> None:
         compiled(*given, None, mask, enable_gqa=True)
 
 
+def test_compiled_refusals_are_counted() -> None:
+    """Also without score_mod and block_mask, where the graph does not break."""
+    torch._dynamo.reset()
+    query, key, value = tensors((9, 9), heads=(2, 2), dtype=torch.float32, grad=False)
+    compiled = torch.compile(flex_attention, backend="eager", fullgraph=True)
+    with flex.enable():
+        compiled(query, key.bfloat16(), value.bfloat16())
+    assert flex.calls() == {"served": {}, "refused": {"several dtypes": 1}}
+
+
 def test_compiled_without_a_break() -> None:
     torch._dynamo.reset()
     given = tensors((40, 40))
@@ -454,7 +478,8 @@ def test_varlen_of_the_first_keys(window: tuple[int, int]) -> None:
     query = torch.randn(13, 4, 16, dtype=torch.float64, requires_grad=True)
     key, value = (torch.randn(35, 2, 16, dtype=torch.float64) for _ in range(2))
     rows = torch.cat([start + torch.arange(count) for start, count in zip(starts_k.tolist(), used)])
-    key[~torch.isin(torch.arange(35), rows)] = 1e3  # finite: what is hidden beside visible keys is multiplied by 0
+    for each in (key, value):
+        each[~torch.isin(torch.arange(35), rows)] = torch.nan  # as torch.empty may be
     leaves = [query, key.requires_grad_(), value.requires_grad_()]
     options: dict[str, Any] = {"window_size": window, "return_aux": torch_varlen.AuxRequest(lse=True)}
     with all_served():
@@ -522,6 +547,15 @@ def test_varlen_reasons() -> None:
         assert flex.calls() == {"served": {}, "refused": {reason: 1}}
         with pytest.raises(RuntimeError, match=f"flex.varlen_attn: expected a call .*{reason}"):
             flex.varlen_attn(*given, starts_q, starts_k, 33, 55, **options)
+
+
+def test_varlen_compiled_refusals_are_counted() -> None:
+    torch._dynamo.reset()
+    given, starts_q, starts_k = packed(grad=False)
+    compiled = torch.compile(varlen_attn, backend="eager")
+    with flex.enable(), pytest.raises(Exception, match=""):  # PyTorch's, of any type
+        compiled(*given[:2], given[2][:3], starts_q, starts_k, 33, 55)
+    assert flex.calls() == {"served": {}, "refused": {"shapes": 1}}
 
 
 def test_varlen_compiled() -> None:

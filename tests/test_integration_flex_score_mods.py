@@ -18,6 +18,7 @@ from flex_common import (
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
+from cuda_ext._mask_mods import index_or_nan
 from cuda_ext.integrations import flex
 
 # score_mod: the functions of PyTorch's own tests, and others
@@ -169,3 +170,43 @@ def test_random_numbers_of_the_user_stay() -> None:
     with all_served():
         flex_attention(*given, SERVED["relative table"], enable_gqa=True)
     assert random.getstate() == states[0] and torch.equal(torch.get_rng_state(), states[1])
+
+
+def test_an_index_that_is_out_of_range() -> None:
+    """What a GPU evaluates, where such an index would be an error that nothing can catch."""
+    table = torch.randn(5, 3, requires_grad=True)
+    index = torch.tensor([-6, -5, -1, 0, 4, 5])
+    found = index_or_nan(table, [index])
+    assert found[[0, 5]].isnan().all()
+    assert torch.equal(found[1:5], table[index[1:5]])
+    assert torch.equal(torch.vmap(lambda each: index_or_nan(table, [each]))(index)[1:5], found[1:5])
+    (gradient,) = torch.autograd.grad(found[1:5].sum(), table)
+    assert torch.equal(gradient, torch.tensor([2.0, 0.0, 0.0, 0.0, 2.0]).unsqueeze(1).expand(5, 3))
+    of_two = index_or_nan(table, [index.unsqueeze(1), torch.tensor([0, 3])])
+    assert torch.equal(of_two[1:5, 0], table[index[1:5], 0]) and of_two[:, 1].isnan().all()
+    assert index_or_nan(torch.arange(5), [index]).tolist() == [0, 0, 4, 0, 4, 0]
+    values = torch.randn(9)
+    given = tensors((9, 9), heads=(2, 2), grad=False)
+    with flex.enable():
+        flex_attention(*given, lambda s, b, h, q, k: s + torch.where(k > 2, index_or_nan(values, [k - 3]), 0.0))
+        with pytest.raises(RuntimeError, match="gives NaN"):
+            flex.flex_attention(*given, lambda s, b, h, q, k: s + index_or_nan(values, [k + 3]))
+    assert flex.calls() == {"served": {"flex_attention": 1}, "refused": {}}
+
+
+def test_few_visible_positions() -> None:
+    """As in a cache of pages. The form is that of visible positions, wherever they are."""
+    query, key, value = tensors((3, 2000), heads=(2, 2), grad=False)
+    at = random.randrange(1, 1999)
+    with flex.enable():
+        out = flex_attention(query, key, value, lambda s, b, h, q, k: torch.where((k == at) & (q < 2), s * 2, -INF))
+    assert flex.calls(reset=True) == {"served": {"flex_attention": 1}, "refused": {}}
+    torch.testing.assert_close(out[:, :, :2], value[:, :, at : at + 1].expand(-1, -1, 2, -1))
+    assert not out[:, :, 2].any()
+    for limit in (1.0, -1.0, 20.0):  # a score of 0, and the one of the proof, may be below
+
+        def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, limit: float = limit) -> Tensor:
+            return torch.where((k == at) & (s <= limit), s, -INF)
+
+        with pytest.raises(RuntimeError, match=r"hides a position only for some scores|no function that attention has"):
+            flex.flex_attention(query, key, value, mod)

@@ -149,7 +149,10 @@ def test_meta_and_compiled(function: Any) -> None:
         torch._dynamo.reset()
         compiled = torch.compile(lambda: call(**tensors), fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(), function(**tensors))
-    assert integration.calls()["refused"] == {}
+        assert integration.calls()["refused"] == {}
+        several = {**tensors, "linear_weight": torch.randn(11, 2, 5), "target": torch.randint(11, (7, 2))}
+        torch.compile(lambda: call(**several), fullgraph=True, backend="aot_eager")()
+    assert integration.calls()["refused"] == {"K-dimensional loss": 1}
 
 
 def test_an_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,20 +29,18 @@ import os
 import re
 import sys
 import tempfile
-import time
 import unittest
 import weakref
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from suites import GPUsAreTheCPU, by_name, is_chosen, judge, on_cpu, report, run_test
+
 from cuda_ext.distributed import BucketedDataParallel
 
 try:
@@ -54,11 +52,6 @@ RANKS = 2
 SECONDS = 60  # limit of a test, unless torch sets a longer one
 TESTS = "torch.testing._internal.distributed.distributed_test"
 TORCH_WRAPPER = nn.parallel.DistributedDataParallel
-
-
-def by_name(groups: dict[str, str]) -> dict[str, str]:
-    """Test -> reason, of reason -> tests, without "test_"."""
-    return {f"test_{name}": reason for reason, names in groups.items() for name in names.split()}
 
 
 BY_DESIGN = by_name(
@@ -150,28 +143,6 @@ class TorchOnCPU(TORCH_WRAPPER):
         super().__init__(module, **rest)
 
 
-class GPUsAreTheCPU(TorchFunctionMode):
-    """Inside, tensors and modules moved to a GPU stay on the CPU."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is Tensor.cuda:
-            return args[0]
-        if kwargs.get("device") is not None:
-            kwargs["device"] = on_cpu(kwargs["device"])
-        if func is Tensor.to:
-            args = (args[0], *map(on_cpu, args[1:2]), *args[2:])
-        return func(*args, **kwargs)
-
-
-def on_cpu(place: Any) -> Any:
-    """Replaces the name, number or device of a GPU by "cpu"; returns anything else unchanged."""
-    is_gpu = isinstance(place, int) or (isinstance(place, str | torch.device) and str(place).startswith("cuda"))
-    return "cpu" if is_gpu and not isinstance(place, bool) else place
-
-
 def lend_cpu_as_gpus() -> None:
     """Pretends that there is a GPU per rank; must be called before the tests are imported."""
     module_to, skip_if_fewer = nn.Module.to, common.skip_if_lt_x_gpu
@@ -238,34 +209,6 @@ def make_case(module: ModuleType, log: int) -> type[unittest.TestCase]:
     return Case
 
 
-def last_error(text: str) -> str:
-    """The last exception in a report, without its C++ trace."""
-    errors = re.findall(
-        r"^(?:[\w.]*(?:Error|Exception|Interrupt)\b.*|Process \d+ terminated or timed out.*)", text, re.M
-    )
-    return errors[-1] if errors else text.strip().splitlines()[-1]
-
-
-def run_test(case: type[unittest.TestCase], name: str) -> tuple[str, str]:
-    """ "The outcome, passed, skipped or failed, and why."""
-    result = unittest.TestResult()
-    case(name).run(result)
-    if result.skipped:
-        return "skipped", result.skipped[0][1]
-    problems = [*result.errors, *result.failures]
-    return ("failed", last_error(problems[0][1])) if problems else ("passed", "")
-
-
-def judge(name: str, outcome: str, why: str, control: bool) -> tuple[str, str]:
-    """Compares the outcome with the tables."""
-    table = NEEDS_GPU if control else BY_DESIGN
-    if name in table and outcome != "skipped":
-        if outcome == "passed":
-            return "FAILED", f"passed, but is listed: {table[name]}"
-        return ("needs GPU" if control else "by design"), f"{table[name]}: {why}"
-    return outcome.upper() if outcome == "failed" else outcome, why
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-k", dest="parts", action="append", metavar="PART", help="only tests with PART in the name")
@@ -273,6 +216,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--algorithm", default="auto", help="algorithm of BucketedDataParallel; default: %(default)s")
     parser.add_argument("--log", type=Path, help="file for the output of the ranks; default: a temporary file")
     return parser.parse_args()
+
+
+def verdict_of(case: type[unittest.TestCase], name: str, options: argparse.Namespace) -> tuple[str, str]:
+    """Compares the outcome with the tables."""
+    if name in NEEDS_GPU and name not in BY_DESIGN and not options.control:
+        return "skipped", f"needs a GPU: {NEEDS_GPU[name]}"
+    with contextlib.redirect_stdout(sys.stderr if options.log else open(os.devnull, "w")):
+        outcome, why = run_test(case(name))
+    if options.control:
+        return judge(outcome, why, NEEDS_GPU.get(name, ""), "needs GPU")
+    return judge(outcome, why, BY_DESIGN.get(name, ""))
 
 
 def main() -> int:
@@ -283,26 +237,10 @@ def main() -> int:
     substitute(module, TorchOnCPU if options.control else Adapter)
     common.get_timeout = lambda test_id: max(SECONDS, common.TIMEOUT_OVERRIDE.get(test_id.rpartition(".")[2], 0))
     logging.getLogger(common.__name__).disabled = True
-    names = [
-        name for name in names_of_tests(module) if not options.parts or any(part in name for part in options.parts)
-    ]
-    counts: Counter[str] = Counter()
-    begin = time.monotonic()
+    names = [name for name in names_of_tests(module) if is_chosen(name, options.parts)]
     with open(options.log, "wb") if options.log else tempfile.TemporaryFile() as log:
         case = make_case(module, log.fileno())
-        for number, name in enumerate(names, 1):
-            began = time.monotonic()
-            if name in NEEDS_GPU and name not in BY_DESIGN and not options.control:
-                verdict, why = "skipped", f"needs a GPU: {NEEDS_GPU[name]}"
-            else:
-                with contextlib.redirect_stdout(sys.stderr if options.log else open(os.devnull, "w")):
-                    verdict, why = judge(name, *run_test(case, name), options.control)
-            counts[verdict] += 1
-            seconds = time.monotonic() - began
-            print(f"[{number}/{len(names)}] {verdict:9} {name} {seconds:.1f} s{f'  {why}' if why else ''}", flush=True)
-    summary = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
-    print(f"{summary} in {time.monotonic() - begin:.0f} s, torch {torch.__version__}, {RANKS} ranks")
-    return int(counts["FAILED"] > 0)
+        return report([(name, functools.partial(verdict_of, case, name, options)) for name in names], f"{RANKS} ranks")
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ from typing import Any
 import torch
 import torch.nn.attention.flex_attention as torch_flex
 import torch.nn.attention.varlen as torch_varlen
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -55,7 +56,6 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 from cuda_ext._checks import autocasts
 from cuda_ext._switch import Enabled, Switch
 from cuda_ext.attention import flash_attention, flash_attention_varlen
-from cuda_ext.block_mask import BlockMask
 from cuda_ext.integrations.counting import Calls
 from cuda_ext.integrations.flex_block_masks import Converted, convert
 from cuda_ext.integrations.flex_score_mods import MAX_BIAS, Modification, NotServed, Positions, recognise
@@ -176,6 +176,7 @@ def _routed_flex(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) ->
     elif arguments["score_mod"] is None and arguments["block_mask"] is None:
         reason = _reason(query, key, value, **arguments)
         if reason:
+            _counter.refused(reason)
             return original(query, key, value, **arguments)
         return _attention(query, key, value, Modification(), None, **arguments)
     elif _must_not_break():
@@ -259,12 +260,21 @@ def _attention(
         block_mask=None if mask is None else mask.mask,
         return_lse=True,
     )
-    out = out.transpose(1, 2)
-    if query.is_contiguous():  # the layout of the output follows that of query, as in PyTorch
-        out = out.contiguous()
+    out = _laid_out_as(query, out.transpose(1, 2))
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None)
     return (out, lse) if return_lse else out
+
+
+def _laid_out_as(query: Tensor, out: Tensor) -> Tensor:
+    """With the dims in the order of those of `query`, and the last one innermost, as in PyTorch."""
+    if query.is_contiguous():
+        return out.contiguous()
+    order = [0, 1, 2]  # from the largest stride to the smallest
+    for first, second in ((0, 1), (1, 2), (0, 1)):
+        if query.stride(order[first]) < query.stride(order[second]):
+            order[first], order[second] = order[second], order[first]
+    return out.permute(*order, 3).contiguous().permute(*(order.index(dim) for dim in range(3)), 3)
 
 
 def _reason(
@@ -398,8 +408,7 @@ def _served_or_original(
 ) -> Any:
     original = _switch.state[name].original
     if reason := reason_of(*tensors, **arguments):
-        if not torch.compiler.is_compiling():
-            _counter.refused(reason)
+        _counter.refused(reason)
         return original(*tensors, **arguments)
     return serve(*tensors, **arguments)
 
@@ -481,7 +490,7 @@ def _attend_varlen(
     table = options.get("block_table")
     if table is None:
         if options.get("seqused_k") is not None:
-            shared |= _first_keys(options["seqused_k"], cu_seq_q, max_q, max_k, shared)
+            cu_seq_k, key, value = _of_first_keys(options["seqused_k"], cu_seq_k, key, value)
         shared |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
         out, lse = flash_attention_varlen(query, key, value, cu_seq_q.int(), cu_seq_k.int(), **shared)
     else:
@@ -494,12 +503,11 @@ def _attend_varlen(
     return out, lse
 
 
-def _first_keys(used: Tensor, cu_seq_q: Tensor, max_q: int, max_k: int, shared: dict[str, Any]) -> dict[str, Any]:
-    """Options that hide all but the first `used` keys of each sequence, (B,), the last of which is on the diagonal."""
-    exists = torch.arange(max_k, device=used.device) < used.view(-1, 1, 1, 1)
-    left, right = shared["window"] or (None, None)
-    right = 0 if shared["causal"] else right
-    if left is right is None or max_q == 0 or max_k == 0:
-        return {"attn_mask": exists}
-    band = BlockMask.window(max_q, max_k, left, right, q_lengths=cu_seq_q.diff(), k_lengths=used)
-    return {"attn_mask": exists, "block_mask": band, "causal": False, "window": None}
+def _of_first_keys(used: Tensor, starts: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """New starts and tensors of only the first `used` keys of each sequence: what is in the rest, which may be NaN, is
+    not read."""
+    used = torch.minimum(used, starts.diff())
+    rows = torch.arange(tensors[0].shape[0], device=starts.device)
+    sequence = (torch.searchsorted(starts, rows, right=True) - 1).clamp(max=max(len(used) - 1, 0))
+    is_used = rows - starts[sequence] < F.pad(used, (0, 1))[sequence]
+    return F.pad(used.cumsum(0), (1, 0)), *(each[is_used] for each in tensors)

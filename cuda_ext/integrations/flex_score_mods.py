@@ -192,6 +192,10 @@ def _form_of(score_mod: ScoreMod, positions: Positions) -> Form:
     places = _some_places(positions)
     values = _evaluate(score_mod, scores, places, at_least_one_score=True)
     depends = tuple(stride != 0 for stride in values.stride()[1:])
+    if any(depends) and bool((values[0] == -torch.inf).all()):
+        # Hidden positions show nothing, and a cache of pages may hide nearly all.
+        places = _visible_places(score_mod, positions, Form(depends=depends)) or places
+        values = _evaluate(score_mod, scores, places, at_least_one_score=True)
     if values.requires_grad:
         _check_constant_slope(score_mod, scores, places)
     for dim, is_used in enumerate(depends, 1):
@@ -199,6 +203,18 @@ def _form_of(score_mod: ScoreMod, positions: Positions) -> Form:
     form = _fitted(values.detach().double().flatten(1).cpu(), scores.cpu())
     has_bias = any(depends) or bool((values[0] != 0).any()) or values.requires_grad
     return form._replace(depends=depends, has_bias=has_bias)
+
+
+def _visible_places(score_mod: ScoreMod, positions: Positions, form: Form) -> list[Tensor]:
+    """A few that are not hidden at all scores; empty if there are none, or too many positions to look at all."""
+    if _elements(positions, form) > MAX_BIAS:
+        return []
+    scores = torch.tensor([0.0, 1e30, -1e30], dtype=positions.dtype, device=positions.device)
+    with torch.no_grad():
+        values = _evaluate(score_mod, scores, _used_places(positions, form), at_least_one_score=True)
+    visible = (values != -torch.inf).any(0).nonzero()
+    chosen = [_random.randrange(len(visible)) for _ in range(4)] if len(visible) else []
+    return list(visible[[0, *chosen]].unbind(1)) if chosen else []
 
 
 def _check_constant_slope(score_mod: ScoreMod, scores: Tensor, places: Sequence[Tensor]) -> None:

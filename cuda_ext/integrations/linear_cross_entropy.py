@@ -110,8 +110,7 @@ def _linear_cross_entropy(
     arguments |= {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     reason = _reason(input, linear_weight, target, linear_bias, weight, ignore_index)
     if reason:
-        if not torch.compiler.is_compiling():
-            _counter.refused(reason)
+        _counter.refused(reason)
         found: Tensor = _switch.state(input, linear_weight, target, options=options, **arguments)
         return found
     _counter.served(_NAME)
