@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -66,9 +68,7 @@ REFUSED: dict[str, tuple[Mod, str]] = {
     "clamped": (lambda s, b, h, q, k: s.clamp(-100, 100), NO_FUNCTION),
     "nearly a softcap": (lambda s, b, h, q, k: 30 * torch.tanh(s / 30) + 1e-3 * s, NO_FUNCTION),
     "arctangent": (lambda s, b, h, q, k: 20 * torch.atan(s / 20), NO_FUNCTION),
-    "bias below the softcap": (lambda s, b, h, q, k: 20 * torch.tanh((s + 0.1 * q) / 20), NO_FUNCTION),
-    "times position": (lambda s, b, h, q, k: s * (q + 1), NO_FUNCTION),
-    "factor of each head": (lambda s, b, h, q, k: s * SCALES[h], NO_FUNCTION),
+    "times position": (lambda s, b, h, q, k: s * (k + 1), NO_FUNCTION),
     "checkerboard": (lambda s, b, h, q, k: torch.where((q - k) % 2 == 0, s, s * 0.5), NO_FUNCTION),
     "factor at one position": (lambda s, b, h, q, k: torch.where((q == 77) & (k == 76), s * 2, s), NO_FUNCTION),
     "hides by score": (lambda s, b, h, q, k: torch.where(s > 3, s, -INF), "score_mod"),
@@ -140,15 +140,60 @@ def test_gradients_of_what_a_score_mod_captures() -> None:
         flex_attention(*tensors(), mod, enable_gqa=True)
 
 
-def test_a_factor_with_a_gradient_is_refused() -> None:
-    factor = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-    given = tensors(grad=False)
+FACTORS: dict[str, tuple[tuple[int, ...], Callable[..., Tensor]]] = {
+    "one number": ((), lambda t, b, h, q: t),
+    "gate of a head": ((4,), lambda t, b, h, q: torch.sigmoid(t[h])),
+    "temperature of a query": ((150,), lambda t, b, h, q: t[q]),
+    "of all": ((2, 4, 150), lambda t, b, h, q: t[b, h, q]),
+    "of a head, the other heads 0": ((4,), lambda t, b, h, q: torch.where(h == 2, t[h], 0.0)),
+}
+BIASES: dict[str, Callable[..., Any]] = {
+    "no bias": lambda t, b, h, q, k: 0.0,
+    "distances": lambda t, b, h, q, k: (k - q) * 0.25,
+    "table": lambda t, b, h, q, k: t[q] * t[k],
+    "hides": lambda t, b, h, q, k: torch.where(k % 3 == 1, -torch.inf, 0.0),
+}
+
+
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("factor", FACTORS)
+def test_factors_of_rows(factor: str, bias: str) -> None:
+    """With the gradient of the factor, and of the bias."""
+    shape, scales = FACTORS[factor]
+    captured = [torch.randn(shape, dtype=torch.float64, requires_grad=True)]
+    captured.append(torch.randn(150, dtype=torch.float64, requires_grad=bias == "table"))
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return scales(captured[0], b, h, q) * s + BIASES[bias](captured[1], b, h, q, k)
+
+    assert_same(tensors(), mod, block_mask("causal", (150, 150)), captured=[t for t in captured if t.requires_grad])
+
+
+def test_factors_without_a_gradient_change() -> None:
+    gate = torch.rand(4, dtype=torch.float64)
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s * gate[h]
+
+    assert_same(tensors(), mod, None)
+    gate[1] = -3.0
+    assert_same(tensors(), mod, None)
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda s, b, h, q, k: s * (k + 1),
+        lambda s, b, h, q, k: s * torch.where(q == 3, torch.inf, 1.0),
+        lambda s, b, h, q, k: torch.tanh(s * (h + 1)),
+        lambda s, b, h, q, k: torch.where(s > 1e15, 0.0, s * (h + 1)),
+        lambda s, b, h, q, k: s * (h + 1) + s * s,
+    ],
+)
+def test_other_factors_are_refused(mod: Any) -> None:
     with flex.enable():
-        flex_attention(*given, lambda s, b, h, q, k: s * factor, enable_gqa=True)
-        with torch.no_grad():
-            flex_attention(*given, lambda s, b, h, q, k: s * factor, enable_gqa=True)
-    reason = "score_mod multiplies the score by a tensor that requires grad"
-    assert flex.calls() == {"served": {"flex_attention": 1}, "refused": {reason: 1}}
+        flex_attention(*tensors(grad=False), mod, enable_gqa=True)
+    assert not flex.calls()["served"]
 
 
 def test_captured_numbers_may_change() -> None:

@@ -79,7 +79,7 @@ BY_DESIGN = by_name(
         builtin_score_mods_automatic_dynamic_* builtin_score_mods_dynamic_* dynamic_shapes_bug_dynamic_batch
         do_not_trigger_dynamic_shapes_on_empty_block_mask free_symbol_dynamic
     """,
-        "compares Dynamo's graph, which is of the door": "fw_bw_graph_correctness",
+        "compares Dynamo's graph, which is of the door": "fw_bw_graph_correctness symbol_closure_in_score_mod",
         "reads code or the log of inductor, which compiles nothing here": """
         backend_auto_matches_triton_large backend_triton_decode_matches_auto dynamic_divisibility_guards epilogue_fused
         flex_attention_always_freezes_layout flex_attention_logging kernel_options_argument_is_respected
@@ -88,8 +88,8 @@ BY_DESIGN = by_name(
         "expects inductor to refuse what is served here, or what PyTorch runs without inductor": """
         backend_rejects_legacy_force_use_flag backend_triton_decode_errors_when_not_supported
         backend_triton_decode_errors_with_non_power_of_two_gqa cant_lower_error_message
-        captured_wrong_device_error_message cpu_error_message_return_lse invalid_block_size symmetric_bias_*
-        validate_small_embedding_size_error_message zero_length_sequence_error
+        captured_wrong_device_error_message cpu_error_message_return_lse invalid_block_size mixed_dtypes_compiled
+        symmetric_bias_* validate_small_embedding_size_error_message zero_length_sequence_error
     """,
         "expects an error without lists of query blocks, which are not read": "backward_error_with_none_q_indices",
         "asks for max_scores, which flash attention does not keep, and PyTorch has on GPUs only": """

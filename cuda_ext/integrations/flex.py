@@ -20,6 +20,8 @@ served runs in PyTorch.
   captures. A bias that depends on the distance of query and key alone has one element for each distance; ALiBi is
   passed as slopes if it is symmetric, or if the mask is causal. Any other is a table of the dimensions that it depends
   on, of at most `MAX_BIAS` elements;
+- a score_mod that is ``factor(b, h, q) * score + bias``, such as a gate of each head, with the gradient of the factor:
+  it multiplies the rows of query;
 - `return_lse`, and `return_aux` without max_scores. `kernel_options`, which choose PyTorch's kernels, are not read.
 
 A score_mod is recognised by evaluating it at all positions (`flex_score_mods`), at each call if it captures tensors,
@@ -248,8 +250,11 @@ def _attention(
         key, value = (each.expand(query.shape[0], -1, -1, -1) for each in (key, value))
     if modification.factor != 1.0:
         scale = modification.factor * (1.0 / math.sqrt(query.shape[3]) if scale is None else scale)
+    rows = query
+    if modification.row_factor is not None:
+        rows = (query * modification.row_factor).to(query.dtype)
     out, lse = flash_attention(
-        query.transpose(1, 2),
+        rows.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
         scale=scale,

@@ -5,6 +5,9 @@ many scores, from tiny to huge, at some positions, for the factor and the cap; t
 that it depends on, which must give the same form. If a bias depends on the distance of key and query alone, this is
 done once, and then in some rows and columns (`flex_distances`). Which of b, h, q and kv it depends on is exact:
 `torch.vmap` leaves out the dimensions that it does not use.
+
+Otherwise it may be ``factor(b, h, q) * score + bias(b, h, q, kv)``: the derivative by the score is evaluated at all
+positions that it depends on, and multiplies the rows of the query.
 """
 
 from __future__ import annotations
@@ -76,6 +79,7 @@ class Modification(NamedTuple):
 
     factor: float = 1.0
     softcap: float = 0.0
+    row_factor: Tensor | None = None  # (B, H, Sq, 1), 1 where it does not depend: multiplies the rows of query
     alibi_slopes: Tensor | None = None
     attn_bias: Tensor | None = None
     relative_bias: Tensor | None = None
@@ -96,6 +100,19 @@ def recognise(
     Raises:
         NotServed: it is of no such form.
     """
+    try:
+        return _of_constant_factor(score_mod, positions, hides_future, may_wait)
+    except NotServed as reason:
+        factor = _factor_of_rows(score_mod, positions) if may_wait else None
+        if factor is None:
+            raise reason from None
+    found = _of_constant_factor(_without_factor(score_mod), positions, hides_future, may_wait)
+    return found._replace(row_factor=factor)
+
+
+def _of_constant_factor(
+    score_mod: ScoreMod, positions: Positions, hides_future: Callable[[], bool], may_wait: bool
+) -> Modification:
     captures = captures_of(score_mod)
     form, bias = _recall(captures, positions), None
     if form is None or captures.tensors:
@@ -120,6 +137,53 @@ def recognise(
         return found._replace(relative_bias=_centred(bias, positions))
     bias = _bias_of(score_mod, positions, form, prove=False) if bias is None else bias
     return found._replace(attn_bias=bias.to(positions.dtype).contiguous())
+
+
+def _without_factor(score_mod: ScoreMod) -> ScoreMod:
+    """The score and the bias alone."""
+
+    def plus_bias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score + score_mod(torch.zeros_like(score), b, h, q, kv)
+
+    return plus_bias
+
+
+def _factor_of_rows(score_mod: ScoreMod, positions: Positions) -> Tensor | None:
+    """The factor of the score, with the graph to what score_mod has captured; None if it has none that depends on b, h
+    and q alone."""
+
+    def slope(score: Tensor, *place: Tensor) -> Tensor:
+        found: Any = torch.func.jvp(lambda score: score_mod(score, *place), (score,), (torch.ones_like(score),))
+        return found[1]
+
+    zero = _zero(positions)
+    try:
+        depends = tuple(stride != 0 for stride in _evaluate(slope, zero, _some_places(positions)).stride())
+        if depends[3] or _elements(positions, Form(depends=depends)) > MAX_BIAS:
+            return None
+        factor = _evaluate(slope, zero, _used_places(positions, Form(depends=depends)))
+        return factor if _is_factor(factor.detach(), score_mod, positions) else None
+    except NotServed:
+        return None
+
+
+@torch.no_grad()
+def _is_factor(factor: Tensor, score_mod: ScoreMod, positions: Positions) -> bool:
+    """Whether the score is multiplied by it at all positions: at a random score, and at a huge one."""
+    zero = _zero(positions)
+    depends = tuple(stride != 0 for stride in _evaluate(score_mod, zero, _some_places(positions)).stride())
+    depends = tuple(one or size > 1 for one, size in zip(depends, factor.shape))
+    if not bool(factor.isfinite().all()) or _elements(positions, Form(depends=depends)) > MAX_BIAS:
+        return False
+    places = _used_places(positions, Form(depends=depends))
+    start = _evaluate(score_mod, zero, places)
+    is_hidden = start == -torch.inf
+    for score in (_random.choice((-1, 1)) * _random.uniform(0.5, 8.0), 1e20):
+        values, change = _evaluate(score_mod, zero + score, places), factor * score
+        close = (values - start - change).abs() <= 1e-4 * (start.abs() + change.abs()) + 1e-30
+        if not bool(torch.where(is_hidden, values == -torch.inf, close).all()):
+            return False
+    return True
 
 
 def _key_of(captures: Captures, positions: Positions) -> Hashable:
