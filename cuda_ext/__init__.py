@@ -3,6 +3,7 @@
     import cuda_ext
     cuda_ext.gemm, cuda_ext.linear, cuda_ext.gated_linear, cuda_ext.mlp, cuda_ext.gated_mlp
     cuda_ext.grouped_mm             # products of groups of rows, each with its own matrix: mixtures of experts
+    cuda_ext.mixture_of_experts     # the MLPs of each token's experts, and their weighted sum
     cuda_ext.gemm_plan              # what a product would run on a GPU, and why
     cuda_ext.tuning                 # measures which plan of a product is the fastest, when asked
     cuda_ext.batch_invariant        # a row of a product does not depend on the other rows, to the bit
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cuda_ext import bucket, compat, dev, distributed, info, integrations, nn, ops, testing, tuning
+    from cuda_ext._experts import mixture_of_experts
     from cuda_ext._gemm import batch_invariant, gated_linear, gated_mlp, gemm, linear, mlp
     from cuda_ext._grouped_mm import grouped_mm
     from cuda_ext.attention import flash_attention, flash_attention_varlen
@@ -65,6 +67,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_log_prob",
     "merge_attention",
+    "mixture_of_experts",
     "mlp",
     "nn",
     "ops",
@@ -90,6 +93,7 @@ _MODULE_OF = {
     "linear": "_gemm",
     "linear_cross_entropy": "loss",
     "linear_log_prob": "loss",
+    "mixture_of_experts": "_experts",
     "mlp": "_gemm",
     "patch": "integrations.patching",
     "unpatch": "integrations.patching",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Activation(NamedTuple):
@@ -59,6 +59,16 @@ ACTIVATIONS: dict[str | None, Activation] = {
 }
 
 NAMES = [name for name in ACTIVATIONS if name is not None]
+_OF_MODULES = {module: name for name, each in ACTIVATIONS.items() if name for module in each.modules}
+GELU = {each.approximate: name for name, each in ACTIVATIONS.items() if name and each.approximate}
+
+
+def activation_of(module: nn.Module | None) -> str | None:
+    """The name in `cuda_ext.gemm` of the activation that the module is; None if it is none of them."""
+    kind = type(module)
+    if kind is nn.GELU:
+        return GELU.get(module.approximate)  # type: ignore[union-attr, arg-type]
+    return _OF_MODULES.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def listed(names: list[str], conjunction: str) -> str:

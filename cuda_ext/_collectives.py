@@ -8,6 +8,7 @@ each other's derivatives in pairs:
     `AllReduce`                sum over ranks      identity                g
     `AllGather`                all ranks' parts    this rank's part
     `OwnPart`                  this rank's part    all ranks' parts
+    `AllToAll`                 to each rank its    from each rank what it got
 """
 
 from __future__ import annotations
@@ -83,6 +84,23 @@ class OwnPart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return AllGather.apply(grad, *ctx.place), None, None, None
+
+
+class AllToAll(torch.autograd.Function):
+    """(rows, how many go to each rank, how many come from each, name of the group) -> rows, in the order of ranks"""
+
+    @staticmethod
+    def forward(rows: Tensor, to: list[int], of: list[int], group_name: str) -> Tensor:
+        collectives = torch.ops._c10d_functional
+        return collectives.wait_tensor(collectives.all_to_all_single(rows.contiguous(), of, to, group_name))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, list[int], list[int], str], output: Tensor) -> None:
+        ctx.to, ctx.of, ctx.group_name = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return AllToAll.apply(grad, ctx.of, ctx.to, ctx.group_name), None, None, None
 
 
 def gather(part: Tensor, ranks: int, group_name: str) -> Tensor:

@@ -33,6 +33,7 @@ from benchmarks.suites import (
     bench_attention,
     bench_bucket,
     bench_build,
+    bench_experts,
     bench_gemm,
     bench_loss,
     bench_masks,
@@ -48,6 +49,7 @@ SUITES = {
     "gemm": bench_gemm,
     "attention": bench_attention,
     "loss": bench_loss,
+    "experts": bench_experts,
     "masks": bench_masks,
     "bucket": bench_bucket,
     "train": bench_train,
@@ -419,6 +421,12 @@ SMALL_CASES = [
         for make in (bench_loss.step, bench_loss.forward)
         for dtype in ("float32", "bfloat16")
     ),
+    *(
+        make(device="cpu", dtype=dtype, trains=trains, tokens=64, k=32, hidden=16, experts=4)
+        for make in (bench_experts.layer, bench_experts.product)
+        for dtype in ("float32", "bfloat16")
+        for trains in (False, True)
+    ),
 ]
 
 
@@ -458,7 +466,7 @@ class TestCases:
             bench_build._seconds([sys.executable, "-c", "import time; time.sleep(9)"], ROOT, {}, limit=1)
 
     @pytest.mark.parametrize("device", ["cpu", "cuda"])
-    @pytest.mark.parametrize("suite", ["gemm", "attention", "loss", "bucket", "train", "build"])
+    @pytest.mark.parametrize("suite", ["gemm", "attention", "loss", "experts", "bucket", "train", "build"])
     def test_names_of_cases_are_unique(self, suite: str, device: str) -> None:
         cases = list(SUITES[suite].cases(device))
         names = [(c.op, c.phase, c.name, c.dtype, c.group) for c in cases]
@@ -590,7 +598,8 @@ class TestCommand:
         [
             (
                 ["gem"],
-                "expected suites of gemm, attention, masks, loss, bucket, train, overhead, build, plans, got gem",
+                "expected suites of gemm, attention, masks, loss, experts, bucket, train, overhead, build, plans, "
+                "got gem",
             ),
             (["--only", "("], "expected a regular expression"),
             (["--minutes", "0"], "expected more than 0"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-PAGES = ("export", "transformers", "sdpa", "flex", "patch", "loss")
+PAGES = ("export", "transformers", "sdpa", "flex", "patch", "loss", "experts")
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -165,6 +165,7 @@ def test_attention_over_a_cache(dtype: torch.dtype, dims: tuple[int, int], pages
 
 def products(dtype: torch.dtype, activation: str | None) -> dict[str, tuple[Callable[..., Any], dict[str, Tensor]]]:
     m, n, k = 9, 12, 20
+    ids = torch.tensor([[0, 2], [2, 1], [3, 0]])
 
     def x(*shape: int) -> Tensor:
         return tensor(*shape, dtype=dtype)
@@ -178,6 +179,9 @@ def products(dtype: torch.dtype, activation: str | None) -> dict[str, tuple[Call
                        {"mat_a": x(m, k), "mat_b": x(3, k, n), "bias": x(3, n)}),
         "grouped_mm of terms": (lambda **t: cuda_ext.grouped_mm(**t, offs=torch.tensor([5, 19])),
                                 {"mat_a": x(m, k), "mat_b": x(k, n)}),
+        "mixture_of_experts": (lambda **t: cuda_ext.mixture_of_experts(**t, expert_ids=ids, activation=activation),
+                               {"input": x(3, k), "expert_weights": x(3, 2), "w_up": x(3, 2 * n, k),
+                                "w_down": x(3, k, n), "b_up": x(3, 2 * n), "b_down": x(3, k)}),
         "linear": (lambda **t: cuda_ext.linear(**t, activation=activation),
                    {"input": x(2, m, k), "weight": x(n, k), "bias": x(n), "residual": x(2, m, n)}),
         "gated_linear": (lambda **t: cuda_ext.gated_linear(**t, activation=activation or "silu"),

@@ -144,7 +144,7 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, int], dict[str, int]]] = {
     "Qwen2": (lambda: causal("Qwen2"), {"gated MLP": 2}, {"gated_mlp": 2}),
     "Nemotron": (lambda: causal("Nemotron"), {"MLP": 2}, {"mlp": 2}),
     "Phi3": (lambda: causal("Phi3"), {"gated MLP": 2}, {"gated_mlp": 2}),
-    "Mixtral": (lambda: causal("Mixtral", experts_implementation="eager"), {}, {}),
+    "Mixtral": (lambda: causal("Mixtral", experts_implementation="eager"), {"experts": 1}, {"grouped_mm": 4}),
     "GPT2": (gpt2, {"MLP": 2}, {"mlp": 2}),
     "OPT": (opt, {"linear + activation": 2}, {"linear": 2}),
     "Bert": (

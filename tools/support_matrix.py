@@ -28,7 +28,7 @@ YES, NO = "✓", ""
 # The largest error of plain PyTorch may be small by luck; products of float32 in three tf32 have up to 2^-21 of a term.
 OF_FEW_ELEMENTS: dict[str, Any] = {"factor": 8.0, "gradient_factor": 8.0}
 
-PRODUCTS = ("gemm", "linear", "gated_linear", "mlp", "gated_mlp", "grouped_mm")
+PRODUCTS = ("gemm", "linear", "gated_linear", "mlp", "gated_mlp", "grouped_mm", "mixture_of_experts")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 DEVICES: dict[str, Callable[[], AbstractContextManager[Any]]] = {"CPU": nullcontext, "CUDA": testing.emulated}
 
@@ -132,6 +132,10 @@ def product(name: str, dtype: torch.dtype) -> Case:
     if name == "grouped_mm":
         offs = torch.tensor([5, 5, 20], dtype=torch.int32)
         return Case(op, reference, mat_a=x, mat_b=make(3, 16, 32), bias=make(3, 32), offs=offs)
+    if name == "mixture_of_experts":
+        ids, weights = torch.randint(0, 3, (24, 2)), make(24, 2)
+        return Case(op, reference, input=x, expert_ids=ids, expert_weights=weights, w_up=make(3, 64, 16),
+                    w_down=make(3, 16, 32), b_up=make(3, 64), b_down=make(3, 16))  # fmt: skip
     if name == "linear":
         return Case(op, reference, input=x, weight=make(32, 16), bias=make(32), activation="gelu")
     if name == "gated_linear":

@@ -76,6 +76,24 @@ def cut_cross_entropy() -> Callable[..., Tensor]:
     return function
 
 
+# Mixtures of experts: weights are (experts, 2 F, K) and (experts, K, F).
+
+
+def transformers_experts(implementation: str, w_up: Tensor, w_down: Tensor) -> Callable[..., Tensor]:
+    """The experts of Mixtral: a function of input (tokens, K), ids and weights (tokens, k)."""
+    config = importlib.import_module("transformers").MixtralConfig(
+        hidden_size=w_down.shape[1], intermediate_size=w_down.shape[2], num_local_experts=len(w_up)
+    )
+    modeling = importlib.import_module("transformers.models.mixtral.modeling_mixtral")
+    with torch.device("meta"):
+        experts = modeling.MixtralExperts(config)
+    del experts.gate_up_proj, experts.down_proj
+    experts.gate_up_proj, experts.down_proj = w_up, w_down
+    config._experts_implementation = implementation
+    function: Callable[..., Tensor] = experts.forward
+    return function
+
+
 # Attention: inputs are q (B, Sq, H, D), k and v (B, Sk, Hk, D).
 
 

@@ -29,6 +29,7 @@ SUITES = {
     "attention": 0.27,
     "masks": 0.05,
     "loss": 0.1,
+    "experts": 0.05,
     "bucket": 0.15,
     "train": 0.11,
     "overhead": 0.03,

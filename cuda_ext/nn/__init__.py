@@ -2,6 +2,7 @@
 
 from cuda_ext.nn.attention import RotaryEmbedding, SelfAttention
 from cuda_ext.nn.cache import KeyValueCache
+from cuda_ext.nn.experts import MixtureOfExperts, RouterLosses
 from cuda_ext.nn.joint_weights import separated
 from cuda_ext.nn.linear import MLP, GatedMLP, Linear
 from cuda_ext.nn.loss import LinearCrossEntropyLoss
@@ -12,7 +13,9 @@ __all__ = [
     "KeyValueCache",
     "Linear",
     "LinearCrossEntropyLoss",
+    "MixtureOfExperts",
     "RotaryEmbedding",
+    "RouterLosses",
     "SelfAttention",
     "separated",
 ]

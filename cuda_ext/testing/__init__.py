@@ -23,6 +23,7 @@ from cuda_ext.testing.references import (
     reference_linear,
     reference_linear_cross_entropy,
     reference_linear_log_prob,
+    reference_mixture_of_experts,
     reference_mlp,
 )
 from cuda_ext.testing.tolerance import assert_close_to_reference, assert_op_matches_reference
@@ -45,5 +46,6 @@ __all__ = [
     "reference_linear",
     "reference_linear_cross_entropy",
     "reference_linear_log_prob",
+    "reference_mixture_of_experts",
     "reference_mlp",
 ]

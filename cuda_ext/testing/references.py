@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,38 @@ def reference_grouped_mm(
         groups = [mat_a[g] @ mat_b[:, span] for g, span in enumerate(spans)]
         out = torch.cat([*groups, mat_a.new_zeros(mat_a.shape[1], mat_b.shape[1] - ends[-1])], dim=1)
     return out.to(out_dtype or mat_a.dtype)
+
+
+def reference_mixture_of_experts(
+    input: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    *,
+    activation: str | Callable[[Tensor], Tensor] | None = "silu",
+    gated: bool = True,
+) -> Tensor:
+    """The arguments of `cuda_ext.mixture_of_experts`: all tokens go through each expert, with a weight of 0 if it is
+    none of theirs."""
+    out = torch.zeros(input.shape, dtype=torch.promote_types(input.dtype, torch.float32))
+    for e in range(len(w_up)):
+        hidden = hidden_of(F.linear(input, w_up[e], None if b_up is None else b_up[e]), activation, gated)
+        result = F.linear(hidden, w_down[e], None if b_down is None else b_down[e])
+        weight = (expert_weights * (expert_ids == e)).sum(-1, keepdim=True)
+        out = out + result * weight.to(out.dtype)
+    return out.to(input.dtype)
+
+
+def hidden_of(product: Tensor, activation: str | Callable[[Tensor], Tensor] | None, gated: bool) -> Tensor:
+    """Between the products of an expert."""
+    if callable(activation):
+        return activation(product)
+    gate, up = product.chunk(2, dim=-1) if gated else (product, None)
+    hidden = ACTIVATIONS[activation].function(gate)
+    return hidden if up is None else hidden * up
 
 
 def reference_linear(

@@ -16,8 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from cuda_ext.integrations.patching.attention import patch_attention, unpatch_attention
 from cuda_ext.integrations.patching.fusions import is_linear
+from cuda_ext.integrations.patching.implementations import (
+    has_experts_setting,
+    patch_attention,
+    patch_experts,
+    unpatch_implementations,
+)
 from cuda_ext.integrations.patching.loss import patch_loss
 from cuda_ext.integrations.patching.recognition import MOST_MODULES, methods, recognised, sequential_fusions
 from cuda_ext.integrations.patching.recording import NotRecognised
@@ -52,7 +57,8 @@ def patch(
 
     Swapped are: a linear layer followed by an activation, two of them with an activation between (MLP), and gated ones
     (SwiGLU, GEGLU), each with the dropout and norm layers between and after them. Activations are those of
-    `cuda_ext.gemm`. For models of transformers, attention becomes ``attn_implementation="cuda_ext"``, and with
+    `cuda_ext.gemm`. For models of transformers, attention becomes ``attn_implementation="cuda_ext"``, the experts of
+    mixtures ``experts_implementation="cuda_ext"`` (`cuda_ext.mixture_of_experts`), and with
     labels those with a vocabulary compute their loss by `cuda_ext.linear_cross_entropy`, without logits, in training
     and in evaluation. They then return no logits: ``outputs.logits`` is None, and not in a tuple of outputs.
 
@@ -64,7 +70,7 @@ def patch(
     Args:
         model: any module; may itself be a block. Not yet wrapped in FSDP2 (`fully_shard`): patch first.
         attention: whether to switch the attention of a transformers model. Default True.
-        mlp: whether to swap linear layers, MLPs and gated ones. Default True.
+        mlp: whether to swap linear layers, MLPs, gated ones and experts. Default True.
         loss: whether to compute losses without logits. Default True.
         return_logits: whether to form logits, besides the loss, when labels are given. Default False.
         verify: whether to compare each kind of block with what it replaces, outputs and gradients, on a random input of
@@ -87,6 +93,7 @@ def patch(
     if attention:
         patch_attention(model, report)
     if mlp:
+        patch_experts(model, report)
         checked: _Checked = {} if verify else None
         for name, module in _top_down(model):
             _patch_module(name, module, report, checked)
@@ -109,7 +116,7 @@ def unpatch(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, Swapped):
             unswap(name, module)
-    unpatch_attention(model)
+    unpatch_implementations(model)
 
 
 def _top_down(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -139,7 +146,7 @@ def _patch_module(name: str, module: nn.Module, report: PatchReport, checked: _C
             return
         unswap(name, module)  # more of it may be recognised now, as after merging an adapter
     if is_linear(module) or not any(is_linear(child) for child in module.modules()):
-        if _is_expert_layer(module):
+        if _is_expert_layer(module) and not has_experts_setting(module):
             report.left[name] = "experts with one weight for all of them are not served"
         return
     if type(module).forward is nn.Sequential.forward:

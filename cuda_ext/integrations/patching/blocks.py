@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from cuda_ext._activations import activation_of
 from cuda_ext._gemm import gated_linear, gated_mlp, linear, mlp
 from cuda_ext.integrations.patching.fusions import (
     ABSENT,
     Fusion,
-    activation_of,
     does_nothing,
     is_linear,
     is_plain,

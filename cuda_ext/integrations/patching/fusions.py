@@ -11,8 +11,6 @@ from cuda_ext._activations import ACTIVATIONS
 Path = tuple[str, ...]  # of a module inside its block: ("net", "0", "proj")
 
 FUNCTIONS = {call: name for name, each in ACTIVATIONS.items() if name for call in each.calls}
-MODULES = {module: name for name, each in ACTIVATIONS.items() if name for module in each.modules}
-GELU = {each.approximate: name for name, each in ACTIVATIONS.items() if name and each.approximate}
 ABSENT = ...  # the value in a fusion of an attribute that did not exist
 
 
@@ -42,14 +40,6 @@ def module_at(block: nn.Module, path: Path) -> nn.Module | None:
     for name in path:
         found = None if found is None else found._modules.get(name)
     return found
-
-
-def activation_of(module: nn.Module | None) -> str | None:
-    """The name in `cuda_ext.gemm` of the activation that the module is; None if it is none of them."""
-    kind = type(module)
-    if kind is nn.GELU:
-        return GELU.get(module.approximate)  # type: ignore[union-attr, arg-type]
-    return MODULES.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def is_linear(module: nn.Module | None) -> bool:

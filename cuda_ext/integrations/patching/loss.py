@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from cuda_ext.integrations.patching.attention import label
 from cuda_ext.integrations.patching.fusions import is_plain
+from cuda_ext.integrations.patching.implementations import label
 from cuda_ext.integrations.patching.logits import HEAD
 from cuda_ext.integrations.patching.report import PatchReport
 from cuda_ext.integrations.patching.swapping import Swapped, swap, unswap

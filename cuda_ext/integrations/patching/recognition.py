@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cuda_ext._activations import NAMES, listed
+from cuda_ext._activations import NAMES, activation_of, listed
 from cuda_ext.integrations.patching.fusions import (
     Fusion,
     Path,
-    activation_of,
     is_linear,
     is_transposed,
     module_at,

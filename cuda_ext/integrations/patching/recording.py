@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from cuda_ext.integrations.patching.fusions import ABSENT, FUNCTIONS, GELU, Path, activation_of, is_linear, is_plain
+from cuda_ext._activations import GELU, activation_of
+from cuda_ext.integrations.patching.fusions import ABSENT, FUNCTIONS, Path, is_linear, is_plain
 
 # ("input",), ("linear", path, e), ("activation", name, path or None, e), ("module", path, e), ("dropout", p, e),
 # ("half", 0 or 1, e), ("product", e, e)

@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from cuda_ext._activations import activation_of
 from cuda_ext.integrations.patching.blocks import activated
-from cuda_ext.integrations.patching.fusions import activation_of, is_linear
+from cuda_ext.integrations.patching.fusions import is_linear
 
 HELPER = "_cuda_ext_activated"
 

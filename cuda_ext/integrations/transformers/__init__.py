@@ -1,9 +1,10 @@
-"""`attn_implementation="cuda_ext"` for the models of the transformers library.
+"""`attn_implementation="cuda_ext"` and `experts_implementation="cuda_ext"` for the models of the transformers library.
 
     import cuda_ext
     cuda_ext.integrations.transformers.enable()
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="cuda_ext")
     model.set_attn_implementation("cuda_ext")  # or later
+    model.set_experts_implementation("cuda_ext")  # mixtures of experts
 
 docs/transformers.md says what is served and how fast it is.
 """
@@ -22,10 +23,12 @@ __all__ = ["NAME", "calls", "disable", "enable"]
 
 
 def enable() -> Enabled:
-    """Registers the attention implementation `"cuda_ext"` in transformers.
+    """Registers the attention implementation `"cuda_ext"` in transformers and, where it has that setting, the experts
+    implementation `"cuda_ext"`.
 
-    Models are not changed: a model uses it if it is created with `attn_implementation="cuda_ext"` or told by
-    `model.set_attn_implementation("cuda_ext")`. A second call changes nothing.
+    Models are not changed: a model uses them if it is created with `attn_implementation="cuda_ext"` and
+    `experts_implementation="cuda_ext"`, or told by `model.set_attn_implementation("cuda_ext")` and
+    `model.set_experts_implementation("cuda_ext")`. A second call changes nothing.
 
     Returns:
         An object for `with`: at the end of the block the implementation is unregistered, unless something else has
@@ -48,15 +51,16 @@ def enable() -> Enabled:
 def disable() -> None:
     """Unregisters what `enable` registered, at the end of the `with` blocks that are running.
 
-    A model that is still set to `"cuda_ext"` raises `KeyError` when it runs; choose another implementation for it by
-    `model.set_attn_implementation("sdpa")`. Does nothing if `enable` was not called.
+    A model that is still set to `"cuda_ext"` raises `KeyError` when it runs; choose other implementations for it by
+    `model.set_attn_implementation("sdpa")` and `model.set_experts_implementation("grouped_mm")`. Does nothing if
+    `enable` was not called.
     """
     _switch.turn_off()
 
 
 def calls(*, reset: bool = False) -> dict[str, dict[str, int]]:
-    """How many attention calls of models set to `"cuda_ext"`, and losses of models that `cuda_ext.patch` has changed,
-    were served, by which op and form, and how many were not.
+    """How many attention calls and calls of experts of models set to `"cuda_ext"`, and losses of models that
+    `cuda_ext.patch` has changed, were served, by which op and form, and how many were not.
 
     Args:
         reset: start at 0 again.
@@ -64,9 +68,9 @@ def calls(*, reset: bool = False) -> dict[str, dict[str, int]]:
     Returns:
         Two dicts, `served` and `refused`. The keys of `served` name the op and the form of the mask, such as
         `"flash_attention"` or `"flash_attention_varlen: padding"`; those of `refused` are the reasons of the errors
-        that were raised, or the operation for which a loss has formed logits. A call in compiled code counts once for
-        each compilation, not for each run. Attention that a model computes without transformers' registry is not
-        counted.
+        that were raised, the operation for which a loss has formed logits, or why experts were left to
+        transformers. A call in compiled code counts once for each compilation, not for each run. Attention that a model
+        computes without transformers' registry is not counted.
 
     Example::
 
@@ -95,16 +99,29 @@ def _registries() -> tuple[dict[str, Callable[..., Any]], dict[str, Callable[...
     return modeling.AttentionInterface._global_mapping, masking.AttentionMaskInterface._global_mapping
 
 
+def _experts() -> dict[str, Callable[..., Any]]:
+    """The registered functions for experts; a new dict if transformers has no registry for them."""
+    try:
+        moe = importlib.import_module("transformers.integrations.moe")
+    except ImportError:
+        return {}
+    interface = getattr(moe, "ExpertsInterface", None)
+    return {} if interface is None else interface._global_mapping
+
+
 def _register() -> None:
     functions, masks = _registries()
     # Without the function for masks, transformers gives the attention function no mask at all: it would ignore padding
     # silently.
     masks[NAME] = importlib.import_module(f"{__name__}.masks").attention_mask
     functions[NAME] = importlib.import_module(f"{__name__}.attention").attention_forward
+    experts = _experts()
+    if experts:
+        experts[NAME] = importlib.import_module(f"{__name__}.experts").experts_forward
 
 
 def _unregister(_: None) -> None:
-    for registry in _registries():
+    for registry in (*_registries(), _experts()):
         registry.pop(NAME, None)
 
 

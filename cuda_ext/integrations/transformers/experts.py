@@ -1,0 +1,59 @@
+"""The experts function of `experts_implementation="cuda_ext"`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations import moe
+
+from cuda_ext._activations import activation_of
+from cuda_ext._experts import Gate, mixture_of_experts
+from cuda_ext.integrations.transformers.names import counter
+
+__all__ = ["experts_forward"]
+
+
+def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts of one layer; called by transformers' models.
+
+    Args:
+        module: the experts, whose attributes say how weights are laid out.
+        hidden_states: `(tokens, K)`.
+        top_k_index: `(tokens, k)`. Ids from the number of experts on are those of other ranks.
+        top_k_weights: `(tokens, k)`.
+
+    Returns:
+        `(tokens, K)`.
+    """
+    if module.has_post_expert_norm:
+        counter.refused("experts with a norm after each: computed by 'grouped_mm'")
+        return moe.grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+    counter.served("mixture_of_experts")
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    w_up, w_down = getattr(module, up), module.down_proj
+    if module.is_transposed:
+        w_up, w_down = w_up.mT, w_down.mT
+    return mixture_of_experts(
+        hidden_states.to(w_up.dtype),
+        top_k_index,
+        top_k_weights,
+        w_up,
+        w_down,
+        getattr(module, f"{up}_bias") if module.has_bias else None,
+        module.down_proj_bias if module.has_bias else None,
+        activation=_gate_of(module),
+        gated=module.has_gate,
+    ).to(hidden_states.dtype)
+
+
+def _gate_of(module: Any) -> str | Gate:
+    """By name where the function has one, so that little is kept for backward; else the function itself."""
+    gate: Gate = module._apply_gate if module.has_gate else module.act_fn
+    if module.has_gate and (type(module)._apply_gate is not moe._default_apply_gate or not module.is_concatenated):
+        return gate
+    activation = module.act_fn
+    if not isinstance(activation, torch.nn.Module) or activation._forward_hooks or activation._forward_pre_hooks:
+        return gate
+    return activation_of(activation) or gate

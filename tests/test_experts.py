@@ -1,0 +1,327 @@
+"""mixture_of_experts: values and derivatives for any routing, memory, transforms, errors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from gemm_common import DTYPES, rand
+from ranks import on_ranks
+from test_grouped_mm import random_strides
+from torch import Tensor
+
+import cuda_ext
+from cuda_ext import mixture_of_experts
+from cuda_ext._activations import ACTIVATIONS
+from cuda_ext.testing import assert_op_matches_reference, reference_mixture_of_experts
+from cuda_ext.testing.references import hidden_of
+
+NAMES = ("input", "expert_weights", "w_up", "w_down", "b_up", "b_down")
+
+
+def clamped(product: Tensor) -> Tensor:
+    """The gate of gpt-oss, whose columns alternate."""
+    gate, up = product[..., ::2].clamp(max=1.5), product[..., 1::2].clamp(-1.5, 1.5)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+def random_ids(tokens: int, top_k: int, experts: int) -> Tensor:
+    """Of some routings: uniform, all to one, few experts, and ids of experts that are not here."""
+    kind = random.choice(("uniform", "one", "few", "elsewhere"))
+    ids = torch.randint(0, {"one": 1, "few": min(experts, 2)}.get(kind, experts), (tokens, top_k))
+    if kind == "elsewhere":
+        ids = torch.randint(-1, experts + 2, (tokens, top_k))
+    return ids.to(random.choice((torch.int32, torch.int64)))
+
+
+def random_case(dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
+    tokens, k, hidden = random.choice((0, 1, 3, 40, 130)), random.choice((1, 8, 33)), random.choice((1, 7, 24))
+    experts, top_k = random.choice((1, 2, 5, 33)), random.choice((1, 2, 3))
+    activation = random.choice([*ACTIVATIONS, clamped])
+    gated = activation is clamped or random.random() < 0.7
+    up = 2 * hidden if gated else hidden
+    has_bias = random.random() < 0.5
+    tensors = {
+        "input": random_strides(rand(tokens, k, dtype=dtype)),
+        "expert_weights": rand(tokens, top_k, dtype=random.choice((dtype, torch.promote_types(dtype, torch.float32)))),
+        "w_up": random_strides(rand(experts, up, k, scale=k**-0.5, dtype=dtype)),
+        "w_down": random_strides(rand(experts, k, hidden, scale=hidden**-0.5, dtype=dtype)),
+        "b_up": rand(experts, up, dtype=dtype) if has_bias else None,
+        "b_down": rand(experts, k, dtype=dtype) if has_bias else None,
+    }
+    ids = random_ids(tokens, top_k, experts)
+    return tensors, {"expert_ids": ids, "activation": activation, "gated": gated}
+
+
+def weighted_first(
+    input: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    *,
+    activation: Any,
+    gated: bool,
+) -> Tensor:
+    """The reference with weights before the second product: terms of its gradients cancel elsewhere."""
+    out = torch.zeros(input.shape, dtype=torch.promote_types(input.dtype, torch.float32))
+    for e in range(len(w_up)):
+        weight = (expert_weights * (expert_ids == e)).sum(-1, keepdim=True)
+        hidden = hidden_of(F.linear(input, w_up[e], None if b_up is None else b_up[e]), activation, gated)
+        out = out + F.linear((hidden * weight).to(input.dtype), w_down[e])
+        out = out if b_down is None else out + b_down[e] * weight
+    return out.to(input.dtype)
+
+
+def check(tensors: dict[str, Any], options: dict[str, Any]) -> None:
+    # Plain PyTorch rounds at the same places, but weights are applied at others; and of few elements an evaluation can
+    # be exact by luck: 16 roundings of numbers of size 1, which inputs are.
+    dtype = tensors["w_up"].dtype
+    atol = None if dtype == torch.float64 else 16 * torch.finfo(dtype).eps
+    assert_op_matches_reference(
+        mixture_of_experts,
+        reference_mixture_of_experts,
+        tensors,
+        options,
+        also=[weighted_first],
+        atol=atol,
+        gradient_factor=4.0,
+        gradient_atol={} if atol is None else dict.fromkeys(tensors, atol),
+    )
+
+
+@pytest.mark.every_backend
+@pytest.mark.sampled(cases=10)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", range(25))
+def test_random_cases(case: int, dtype: torch.dtype) -> None:
+    check(*random_case(dtype))
+
+
+def small_case(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[list[Tensor], Callable[..., Tensor]]:
+    ids = torch.tensor([[0, 2], [2, 1], [5, 0], [2, 0], [-1, 7]])
+    shapes = (5, 6), (5, 2), (4, 8, 6), (4, 6, 4), (4, 8), (4, 6)
+    tensors = [rand(*shape, dtype=dtype) for shape in shapes]
+    return tensors, lambda input, weights, *mlp: mixture_of_experts(input, ids, weights, *mlp, **options)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", clamped], ids=["silu", "gelu", "clamped"])
+def test_derivatives_of_all_orders(activation: Any) -> None:
+    tensors, op = small_case(activation=activation)
+    checks = {"check_batched_grad": True, "check_forward_ad": True}
+    assert torch.autograd.gradcheck(op, tensors, **checks)
+    assert torch.autograd.gradgradcheck(op, tensors, check_fwd_over_rev=True)
+
+
+@pytest.mark.parametrize("wanted", range(6))
+def test_gradient_of_one_input_alone(wanted: int) -> None:
+    tensors, op = small_case()
+    grad = rand(5, 6, dtype=torch.float64).detach()
+    expected = torch.autograd.grad(op(*tensors), tensors, grad)[wanted]
+    alone = [t.detach().requires_grad_(i == wanted) for i, t in enumerate(tensors)]
+    torch.testing.assert_close(torch.autograd.grad(op(*alone), alone[wanted], grad)[0], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ["silu", clamped], ids=["silu", "clamped"])
+def test_compiled_as_eager(activation: Any, dtype: torch.dtype) -> None:
+    """Dynamo has sent the gradient of a Function to one of its other outputs, silently."""
+    tensors, op = small_case(dtype, activation=activation)
+    grad = rand(5, 6, dtype=dtype).detach()
+    out = op(*tensors)
+    expected = torch.autograd.grad(out, tensors, grad)
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")(*tensors)
+    torch.testing.assert_close(compiled, out)
+    for actual, gradient in zip(torch.autograd.grad(compiled, tensors, grad), expected, strict=True):
+        torch.testing.assert_close(actual, gradient)
+
+
+def test_transforms() -> None:
+    tensors, op = small_case()
+    values = [t.detach() for t in tensors]
+    expected = torch.autograd.grad(op(*tensors).sum(), tensors)
+    found = torch.func.grad(lambda *t: op(*t).sum(), argnums=tuple(range(6)))(*values)
+    for actual, gradient in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual, gradient)
+    batch = torch.stack([values[0], values[0] * 2])
+    mapped = torch.func.vmap(lambda x: op(x, *values[1:]))(batch)
+    torch.testing.assert_close(mapped, torch.stack([op(x, *values[1:]) for x in batch]))
+
+
+def test_leading_dims() -> None:
+    _, weights, *mlp = (t.detach() for t in small_case()[0])
+    x, ids = torch.randn(2, 3, 6).double(), torch.randint(0, 4, (2, 3, 2))
+    weights = torch.rand(2, 3, 2).double()
+    flat = mixture_of_experts(x.view(6, 6), ids.view(6, 2), weights.view(6, 2), *mlp)
+    torch.testing.assert_close(mixture_of_experts(x, ids, weights, *mlp), flat.view(2, 3, 6), rtol=0, atol=0)
+
+
+def test_same_bits_on_each_call() -> None:
+    tensors, op = small_case(torch.float32)
+    runs = [[(out := op(*tensors)), *torch.autograd.grad(out.sum(), tensors)] for _ in range(3)]
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+def test_autocast() -> None:
+    tensors, op = small_case(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = op(*tensors)
+    assert out.dtype == torch.bfloat16
+    gradients = torch.autograd.grad(out.float().sum(), tensors)
+    expected = torch.autograd.grad(op(*tensors).sum(), tensors)
+    for actual, gradient in zip(gradients, expected, strict=True):
+        assert actual.dtype == torch.float32
+        # a few roundings to bfloat16 of sums of 5 tokens
+        torch.testing.assert_close(actual, gradient, rtol=0.05, atol=0.05 * float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_experts_without_tokens_have_gradients_of_zero(count: int) -> None:
+    _, _, *mlp = small_case()[0]
+    ids = torch.full((count, 2), 3)
+    out = mixture_of_experts(torch.randn(count, 6).double(), ids, torch.rand(count, 2), *mlp)
+    for gradient in torch.autograd.grad(out.sum(), mlp):
+        assert torch.equal(gradient[:3], torch.zeros_like(gradient[:3]))
+        assert bool(gradient[3].any()) == bool(count)
+
+
+def test_memory_for_backward() -> None:
+    """The docstring's 2 F numbers for a token and expert, and the 4 F + 2 K of PyTorch's operations."""
+    tokens, k, hidden, experts, top_k = 64, 48, 32, 4, 2
+    ids = torch.randint(0, experts, (tokens, top_k))
+    x, weights = rand(tokens, k), rand(tokens, top_k)
+    w_up, w_down = rand(experts, 2 * hidden, k), rand(experts, k, hidden)
+
+    def saved(activation: Any) -> int:
+        storages = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.is_floating_point():
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // 4
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            mixture_of_experts(x, ids, weights, w_up, w_down, activation=activation)
+        given = sum(t.numel() for t in (x, weights, w_up, w_down))
+        return sum(storages.values()) - given
+
+    def swiglu(product: Tensor) -> Tensor:
+        gate, up = product.chunk(2, -1)
+        return F.silu(gate) * up
+
+    assert saved("silu") == tokens * top_k * 2 * hidden
+    assert saved(swiglu) >= tokens * top_k * (4 * hidden + 2 * k) - tokens * k
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"activation": "swish"}, "expected activation .*None or a function, got 'swish'"),
+        ({"input": torch.zeros(5, 7)}, r"expected input of shape \(\.\.\., 6\) for w_up \(4, 8, 6\), got \(5, 7\)"),
+        ({"w_up": torch.zeros(4, 8)}, r"expected w_up of shape \(experts, U, K\).*got \(4, 8\)"),
+        ({"w_down": torch.zeros(4, 6, 8)}, r"expected w_down of shape \(4, 6, 4\) .*with a gate, got \(4, 6, 8\)"),
+        ({"gated": False}, r"expected w_down of shape \(4, 6, 8\) .*without a gate, got \(4, 6, 4\)"),
+        ({"expert_ids": torch.zeros(5, 3).long()}, r"of shape \(5, k\) for input \(5, 6\), got \(5, 3\) and \(5, 2\)"),
+        ({"expert_ids": torch.zeros(5, 2)}, "expected expert_ids of dtype int32 or int64, got float32"),
+        ({"expert_weights": torch.zeros(5, 2).int()}, "expected expert_weights of a floating dtype, got int32"),
+        ({"b_up": torch.zeros(4, 6)}, r"expected b_up of shape \(4, 8\), got \(4, 6\)"),
+        ({"b_down": torch.zeros(4, 8)}, r"expected b_down of shape \(4, 6\), got \(4, 8\)"),
+        ({"input": torch.zeros(5, 6).double()}, "dtype"),
+    ],
+)
+def test_errors(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "input": torch.zeros(5, 6),
+        "expert_ids": torch.zeros(5, 2, dtype=torch.int64),
+        "expert_weights": torch.zeros(5, 2),
+        "w_up": torch.zeros(4, 8, 6),
+        "w_down": torch.zeros(4, 6, 4),
+        **change,
+    }
+    with pytest.raises(RuntimeError, match=message):
+        cuda_ext.mixture_of_experts(**arguments)
+
+
+def experts_of_ranks(name: str, tensor: Tensor | None) -> Tensor | None:
+    is_shared = tensor is not None and name in ("w_up", "w_down", "b_up", "b_down")
+    return tensor.tensor_split(dist.get_world_size())[dist.get_rank()] if is_shared else tensor  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("experts", [3, 8])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ["silu", clamped], ids=["silu", "clamped"])
+@pytest.mark.parametrize("kind", ["even", "uneven", "one expert", "elsewhere"])
+@on_ranks(3)
+def test_experts_of_ranks(experts: int, dtype: torch.dtype, activation: Any, kind: str) -> None:
+    """As all experts on one rank: outputs, gradients of all inputs. Some ranks have no tokens, or none for theirs."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    counts = [5, 5, 5] if kind == "even" else [0, 9, 2]
+    shapes = (sum(counts), 6), (sum(counts), 2), (experts, 8, 6), (experts, 6, 4), (experts, 8), (experts, 6)
+    tensors = dict(zip(NAMES, (rand(*shape, dtype=dtype) for shape in shapes), strict=True))
+    low, high = {"one expert": (0, 1), "elsewhere": (-2, experts + 2)}.get(kind, (0, experts))
+    ids, grad = torch.randint(low, high, (sum(counts), 2)), rand(sum(counts), 6, dtype=dtype, grad=False)
+    out = mixture_of_experts(**tensors, expert_ids=ids, activation=activation)  # type: ignore[arg-type]
+    expected = dict(zip(NAMES, torch.autograd.grad(out, list(tensors.values()), grad), strict=True))
+
+    mine = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    own = {name: experts_of_ranks(name, t) for name, t in tensors.items()}
+    own |= {name: tensors[name][mine] for name in ("input", "expert_weights")}
+    own = {name: t.detach().requires_grad_() for name, t in own.items()}  # type: ignore[union-attr]
+    actual = mixture_of_experts(
+        **own,
+        expert_ids=ids[mine],
+        activation=activation,
+        experts=experts,
+        group=dist.group.WORLD,  # type: ignore[arg-type]
+    )
+    found = dict(zip(NAMES, torch.autograd.grad(actual, list(own.values()), grad[mine]), strict=True))
+    # Sums over tokens of the gradients of weights have another order; results have not.
+    exact = dtype == torch.float64
+    torch.testing.assert_close(actual, out[mine], rtol=1e-12 if exact else 0.02, atol=1e-12 if exact else 0.02)
+    for name, gradient in found.items():
+        wanted = experts_of_ranks(name, expected[name])
+        wanted = expected[name][mine] if name in ("input", "expert_weights") else wanted
+        scale = max(1.0, float(expected[name].abs().max()))
+        torch.testing.assert_close(
+            gradient, wanted, rtol=0, atol=(1e-12 if exact else 0.03) * scale, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    assert ranks == 3
+
+
+@on_ranks(2)
+def test_experts_of_ranks_have_second_derivatives() -> None:
+    tensors = [t.detach().requires_grad_() for t in small_case()[0]]
+    own = [t if i < 2 else experts_of_ranks("w_up", t).detach().requires_grad_() for i, t in enumerate(tensors)]  # type: ignore[union-attr]
+    ids = torch.tensor([[0, 2], [2, 1], [3, 0], [2, 0], [1, 3]])
+
+    def second(function: Callable[..., Tensor], given: list[Tensor]) -> Tensor:
+        (first,) = torch.autograd.grad(function(*given).square().sum(), given[0], create_graph=True)
+        return torch.autograd.grad(first.square().sum(), given[0])[0]
+
+    alone = second(lambda x, w, *mlp: mixture_of_experts(x, ids, w, *mlp), tensors)
+    options: dict[str, Any] = {"experts": 4, "group": dist.group.WORLD}
+    together = second(lambda x, w, *mlp: mixture_of_experts(x, ids, w, *mlp, **options), own)
+    torch.testing.assert_close(together, alone)
+
+
+@on_ranks(2)
+def test_a_wrong_share_of_experts() -> None:
+    arguments: list[Any] = [torch.zeros(5, 6), torch.zeros(5, 2).long(), torch.zeros(5, 2)]
+    group: Any = dist.group.WORLD
+    with pytest.raises(RuntimeError, match=r"expected w_up with \d of 5 experts on rank \d of 2, got \(4, 8, 6\)"):
+        mixture_of_experts(*arguments, torch.zeros(4, 8, 6), torch.zeros(4, 6, 4), experts=5, group=group)
+    with pytest.raises(RuntimeError, match="expected experts, the number of those of all ranks, with group"):
+        mixture_of_experts(*arguments, torch.zeros(4, 8, 6), torch.zeros(4, 6, 4), group=group)
+    empty = torch.zeros(1 - dist.get_rank(), 8, 6), torch.zeros(1 - dist.get_rank(), 6, 4)
+    with pytest.raises(RuntimeError, match="expected at least one expert for each of 2 ranks, got 1"):
+        mixture_of_experts(*arguments, *empty, experts=1, group=group)
+    with pytest.raises(RuntimeError, match="expected w_up of all 8 experts, or a group"):
+        mixture_of_experts(*arguments, torch.zeros(4, 8, 6), torch.zeros(4, 6, 4), experts=8)

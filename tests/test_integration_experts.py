@@ -1,0 +1,185 @@
+"""transformers' mixtures of experts with experts_implementation="cuda_ext"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    MixtralConfig,
+    NemotronHConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
+
+import cuda_ext
+from cuda_ext.integrations import transformers as door
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "num_experts_per_tok": 2,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
+    "qwen3": Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=6),
+    "gpt-oss": GptOssConfig(**SIZES, num_local_experts=4),
+    "deepseek": DeepseekV3Config(
+        **{**SIZES, "num_key_value_heads": 2, "head_dim": 8},
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=None,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    ),
+}
+
+
+def tiny(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], experts_implementation="eager").to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1 or "bias" in name:
+                parameter.normal_(std=0.1)
+    return model
+
+
+def run(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    out = model(ids, labels=ids)
+    names = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    gradients = torch.autograd.grad(out.loss, list(names.values()), allow_unused=True)
+    return out.logits, {name: g for name, g in zip(names, gradients, strict=True) if g is not None}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_models_as_eager(name: str) -> None:
+    ids = torch.randint(0, 50, (2, 17))
+    model = tiny(name)
+    expected, gradients = run(model, ids)
+    with door.enable():
+        model.set_experts_implementation("cuda_ext")
+        door.calls(reset=True)
+        actual, found = run(model, ids)
+        layers = sum(hasattr(module, "_is_expert_parallel") for module in model.modules())
+        assert door.calls()["served"]["mixture_of_experts"] == layers > 0
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert found.keys() == gradients.keys()
+    for each, gradient in gradients.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(found[each], gradient, rtol=1e-3, atol=1e-5 * max(scale, 1e-3))
+
+
+def test_compiles_without_a_break() -> None:
+    ids = torch.randint(0, 50, (2, 9))
+    model = tiny("mixtral")
+    with door.enable():
+        model.set_experts_implementation("cuda_ext")
+        expected, gradients = run(model, ids)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        out = compiled(ids, labels=ids)
+        torch.testing.assert_close(out.logits, expected, rtol=1e-4, atol=1e-5)
+        weight = model.model.layers[0].mlp.experts.gate_up_proj
+        actual = torch.autograd.grad(out.loss, weight)[0]
+        torch.testing.assert_close(actual, gradients["model.layers.0.mlp.experts.gate_up_proj"], rtol=1e-3, atol=1e-6)
+
+
+def test_named_gates_keep_little() -> None:
+    """The gates of Mixtral are recognised; that of gpt-oss is a function."""
+    from cuda_ext.integrations.transformers.experts import _gate_of
+
+    experts = {name: next(m for m in tiny(name).modules() if hasattr(m, "is_concatenated")) for name in CONFIGS}
+    assert _gate_of(experts["mixtral"]) == _gate_of(experts["deepseek"]) == "silu"
+    assert callable(_gate_of(experts["gpt-oss"]))
+    experts["mixtral"].act_fn.register_forward_hook(lambda *_: None)
+    assert callable(_gate_of(experts["mixtral"]))
+
+
+def test_experts_of_other_ranks_add_nothing() -> None:
+    experts: Any = next(m for m in tiny("mixtral").modules() if hasattr(m, "is_concatenated"))
+    x, weights = torch.randn(5, 32), torch.rand(5, 2)
+    ids = torch.tensor([[0, 4], [1, 2], [4, 4], [3, 0], [4, 1]])
+    experts.config._experts_implementation = "eager"
+    expected = experts(x, ids, weights)
+    with door.enable():
+        experts.config._experts_implementation = "cuda_ext"
+        torch.testing.assert_close(experts(x, ids, weights), expected)
+
+
+def test_without_a_gate() -> None:
+    config = NemotronHConfig(**SIZES, n_routed_experts=4, moe_intermediate_size=24)
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+
+    experts: Any = NemotronHExperts(config)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(std=0.3)
+    x, weights, ids = torch.randn(7, experts.up_proj.shape[2]), torch.rand(7, 2), torch.randint(0, 4, (7, 2))
+    experts.config._experts_implementation = "eager"
+    expected = experts(x, ids, weights)
+    with door.enable():
+        experts.config._experts_implementation = "cuda_ext"
+        torch.testing.assert_close(experts(x, ids, weights), expected)
+
+
+def test_norm_after_each_expert_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts: Any = next(m for m in tiny("mixtral").modules() if hasattr(m, "is_concatenated"))
+    experts.has_post_expert_norm, experts.post_expert_norm = True, nn.Identity()
+    x, weights, ids = torch.randn(8, 32), torch.rand(8, 2), torch.randint(0, 4, (8, 2))
+    with door.enable():
+        door.calls(reset=True)
+        experts.config._experts_implementation = "cuda_ext"
+        out = experts(x, ids, weights)
+        assert door.calls()["refused"] == {"experts with a norm after each: computed by 'grouped_mm'": 1}
+    experts.config._experts_implementation = "eager"
+    torch.testing.assert_close(out, experts(x, ids, weights))
+
+
+def test_autocast() -> None:
+    ids = torch.randint(0, 50, (2, 9))
+    model = tiny("qwen3")
+    with door.enable(), torch.autocast("cpu", torch.bfloat16):
+        model.set_experts_implementation("cuda_ext")
+        out, gradients = run(model, ids)
+    assert out.isfinite().all()
+    assert all(g.dtype == torch.float32 and g.isfinite().all() for g in gradients.values())
+
+
+def test_patch_sets_and_unpatch_restores() -> None:
+    ids = torch.randint(0, 50, (2, 9))
+    model = tiny("deepseek")
+    expected = model(ids).logits
+    report = cuda_ext.patch(model)
+    assert report.swapped["experts"] == ["(the model, DeepseekV3ForCausalLM)"]
+    assert not any("experts" in name for name in report.left)
+    assert model.config._experts_implementation == "cuda_ext"
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    assert not cuda_ext.patch(model).swapped
+    cuda_ext.unpatch(model)
+    assert model.config._experts_implementation == "eager"
+    assert "experts" not in cuda_ext.patch(model, mlp=False).swapped
+    cuda_ext.unpatch(model)
+
+
+def test_unknown_after_disable() -> None:
+    model = tiny("mixtral")
+    with door.enable():
+        model.set_experts_implementation("cuda_ext")
+    if not door._switch.is_active:
+        with pytest.raises(KeyError, match="cuda_ext"):
+            model(torch.zeros(1, 3, dtype=torch.int64))
