@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import threading
@@ -473,3 +474,27 @@ def test_dropout_is_the_same_with_and_without_gradients(heads_first: bool) -> No
             outs.append(scaled_dot_product_attention(q.requires_grad_(requires_grad), k, v, dropout_p=0.5))
     assert torch.equal(*outs)
     assert not torch.equal(outs[0], scaled_dot_product_attention(q, k, v))
+
+
+@pytest.mark.parametrize("enabled_first", [True, False])
+def test_compiled_gradients_after_an_export_in_the_other_state(enabled_first: bool) -> None:
+    """Export asks Python's dispatch of SDPA, which remembers the kernels that there were."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    def export() -> None:
+        torch.export.export(Attention(), (torch.randn(1, 2, 9, 16),)).run_decompositions({})
+
+    def compiled_gradient() -> tuple[Tensor, Tensor]:
+        torch._dynamo.reset()
+        q = torch.randn(1, 2, 9, 16, requires_grad=True)
+        compiled = torch.compile(Attention(), fullgraph=True, backend="aot_eager")
+        return tuple(torch.autograd.grad(each(q).square().sum(), q)[0] for each in (compiled, Attention()))  # type: ignore[return-value]
+
+    for is_enabled in (enabled_first, not enabled_first, enabled_first):
+        with sdpa.enable() if is_enabled else contextlib.nullcontext():
+            for act in (lambda: None, export):
+                act()
+                torch.testing.assert_close(*compiled_gradient())

@@ -927,9 +927,9 @@ def test_attention_elsewhere_gets_a_hint() -> None:
 
 
 def test_a_difference_that_only_verification_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cuda_ext.integrations.patching import fusions
+    from cuda_ext import _activations
 
-    monkeypatch.setitem(fusions.MODULES, "torch.nn.modules.activation.SiLU", "relu")
+    monkeypatch.setitem(_activations._OF_MODULES, "torch.nn.modules.activation.SiLU", "relu")
     model, wrong = Block(), Block()
     report = cuda_ext.patch(model)
     assert "verification: its output differs by" in report.left[""]

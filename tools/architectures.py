@@ -48,6 +48,11 @@ HOST_CODE = ("gemm_cuda.cu", "loss_cuda.cu")  # plans, and the choice of an inst
 KNOWN_LOCAL = {
     **{(arch, "activation_grad.cu"): 8 for arch in ("10.0", "10.3")},
     **{(arch, "gemm_sm80_tf32.cu"): 8 for arch in ("12.0", "12.1")},
+    **{
+        (arch, f"grouped_gemm_sm80_{kind}.cu"): 8
+        for arch in ("10.0", "10.3", "12.0", "12.1")
+        for kind in ("f16", "bf16", "tf32")
+    },
     **{(arch, "attention_fwd_sm80_f32_d256.cu"): 8 for arch in ("12.0", "12.1")},
     **{(arch, "attention_cache_sm80_f32_d256.cu"): 16 for arch in ALL_ARCHS},
     **{(arch, "loss_passes.cu"): 32 for arch in ALL_ARCHS},  # the arguments of printf

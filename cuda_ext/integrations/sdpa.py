@@ -52,7 +52,7 @@ class _Before(NamedTuple):
 def _activate(mha_fastpath: MhaFastpath) -> _Before:
     from torch.nested._internal import ops as nested_ops
 
-    ops._sdpa_switch(True)
+    _set_kernels(True)
     # The fast path of nn.MultiheadAttention and nn.TransformerEncoderLayer does not call SDPA.
     fastpath_was_enabled = mha_fastpath == "off" and torch.backends.mha.get_fastpath_enabled()
     if fastpath_was_enabled:
@@ -71,7 +71,7 @@ def _activate(mha_fastpath: MhaFastpath) -> _Before:
 def _deactivate(before: _Before) -> None:
     from torch.nested._internal import ops as nested_ops
 
-    ops._sdpa_switch(False)
+    _set_kernels(False)
     if before.fastpath_was_enabled:
         torch.backends.mha.set_fastpath_enabled(True)
     nested_ops.jagged_scaled_dot_product_attention = before.jagged_attention
@@ -79,6 +79,13 @@ def _deactivate(before: _Before) -> None:
     for key in _FLOPS:
         del flop_registry[key]
     flop_registry.update(before.flop_formulas)
+
+
+def _set_kernels(active: bool) -> None:
+    ops._sdpa_switch(active)
+    # Python's dispatch of the op remembers for which keys there was a kernel. If one is gone, compiled functions would
+    # have no gradient.
+    _SDPA.default._dispatch_cache.clear()
 
 
 _CACHE_TAG = "+cuda_ext.sdpa"
