@@ -106,7 +106,8 @@ def flash_attention(
             tensor of `(B or 1, H, Sq, Sk)`.
         block_mask: a `cuda_ext.BlockMask` for these lengths, whose batch and heads (of queries) may be 1. It hides keys
             in addition to `causal`, `window`, `attn_bias` and `attn_mask`. Forward and backward visit only the blocks
-            that it lists. NaN in keys or values of a listed block reaches rows that do not see it, as with other masks.
+            that it lists. On a CPU what is hidden need not be finite. On a CUDA device NaN in keys or values of a
+            listed block reaches rows that do not see it, as with other masks.
         dropout_p: probability of dropping a weight, in [0, 1). The dropout mask is Philox4x32-10 of a seed and an
             offset from torch's default generator of the device, so `torch.manual_seed` and `torch.cuda.manual_seed`
             apply, and each replay of a captured CUDA graph draws new numbers. Backward regenerates the mask instead of

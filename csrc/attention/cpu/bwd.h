@@ -21,6 +21,17 @@ constexpr int64_t kMaskedBlocks = kBackwardKeys / kMaskBlock;  // key blocks of 
 struct SeenKeys {
   int64_t begin, count;
   const int32_t* tiles[kMaskedBlocks] = {};
+  // With a block mask, whether their keys and values are finite: if not, what hidden ones contribute is left out, not
+  // multiplied by 0.
+  bool finite = true;
+};
+
+// Keys [begin, begin + count), which are packed together.
+template <class Storage>
+struct KeyBlock {
+  int64_t begin, count;
+  Rows<const Storage> keys;
+  bool finite[kMaskedBlocks];  // keys and values of these blocks; only with a block mask
 };
 
 // The buffers of one thread. _of_logits: for K Q^T and V dO^T, in elements of kDepth values. With tiles, rows and
@@ -138,6 +149,16 @@ struct BiasGradient {
   }
 };
 
+// dP, and the slopes of a softcap (or null), become 0 where the logits are hidden.
+template <class T>
+void clear_hidden(const T* logits, int64_t count, T* grad_probs, T* slopes) {
+  for (int64_t i = 0; i < count; i += kLanes<T>) {
+    const auto hidden = load(logits + i) == -std::numeric_limits<T>::infinity();
+    store(grad_probs + i, hidden ? Vec<T>{} : load(grad_probs + i));
+    if (slopes != nullptr) store(slopes + i, hidden ? Vec<T>{} : load(slopes + i));
+  }
+}
+
 // The logits (in scratch.probs) and dP (in scratch.grad_logits) of a block become P and dS, which is added to the
 // gradient of the bias.
 template <int Vectors, class Buffers, class T>
@@ -165,6 +186,7 @@ void softmax_gradient(const HeadContext<T>& head, const Buffers& scratch, const 
       apply_tile<Vectors>(seen.tiles[n] + first % kMaskBlock * kTileRowWords, i_begin % kMaskBlock, count,
                           probs + (first - seen.begin) * width);
   }
+  if (!seen.finite) clear_hidden(probs, keys * width, grad_logits, head.softcap > 0 ? scratch.slopes : nullptr);
   if (p.dropout_p > 0) {
     std::fill_n(scratch.mask, keys * width, T(1));
     apply_dropout<Vectors>(p, head.first_row + i_begin, j_begin, keys, scratch.mask);
@@ -368,7 +390,8 @@ class BackwardPass {
       scratch.pack_keys(k.from(j), v.from(j), keys, p_.dim, p_.dim_v);
       std::fill_n(scratch.grad_k, keys * pitch_, T(0));
       std::fill_n(scratch.grad_v, keys * pitch_v_, T(0));
-      for (int64_t h = h_begin; h < h_end; ++h) visit_queries(key_head, s, h, j, keys);
+      const KeyBlock<Storage> block = key_block(j, keys, k.from(j), v.from(j));
+      for (int64_t h = h_begin; h < h_end; ++h) visit_queries(key_head, s, h, block);
       unpack_rows(scratch.grad_k, keys, p_.dim,
                   rows_of<Storage>(p_.grad_key, key_head.b, s.k_begin + j, key_head.kv_head));
       unpack_rows(scratch.grad_v, keys, p_.dim_v,
@@ -379,6 +402,15 @@ class BackwardPass {
         unpack_rows(grad_q_of(key_head, s, h).data, s.q_len, p_.dim,
                     rows_of<Storage>(p_.grad_query, key_head.b, s.q_begin, h));
     }
+  }
+
+  KeyBlock<Storage> key_block(int64_t begin, int64_t count, Rows<const Storage> k, Rows<const Storage> v) const {
+    KeyBlock<Storage> block{begin, count, k, {}};
+    for (int64_t n = 0; p_.block_mask && n < kMaskedBlocks; ++n) {
+      const int64_t first = n * kMaskBlock, keys = std::clamp<int64_t>(count - first, 0, kMaskBlock);
+      block.finite[n] = !any_not_finite(k.from(first), keys, p_.dim) && !any_not_finite(v.from(first), keys, p_.dim_v);
+    }
+    return block;
   }
 
   // K Q^T or V dO^T, times factor: out (seen keys, width); a: the rows of all packed keys.
@@ -396,9 +428,10 @@ class BackwardPass {
     }
   }
 
-  // Adds what queries of head h and keys [j, j + keys), which are packed in scratch, contribute to all gradients.
-  void visit_queries(const KeyHead& key_head, const Sequence& s, int64_t h, int64_t j, int64_t keys) const {
+  // Adds what queries of head h and a block of keys, which are packed in scratch, contribute to all gradients.
+  void visit_queries(const KeyHead& key_head, const Sequence& s, int64_t h, const KeyBlock<Storage>& block) const {
     constexpr int lanes = kLanes<T>;
+    const int64_t j = block.begin, keys = block.count;
     const Buffers& scratch = key_head.scratch;
     const HeadContext<T> head(p_, s, key_head.b, h);
     const auto q = rows_of<const Storage>(p_.query, key_head.b, s.q_begin, h),
@@ -424,7 +457,7 @@ class BackwardPass {
     const int64_t i_last = std::clamp<int64_t>(j + keys - head.visible.low, 0, s.q_len);
     for (int64_t i = i_first; i < i_last; i += kPanelQueries<T>) {
       const int64_t i_end = std::min(s.q_len, i + kPanelQueries<T>), queries = i_end - i;
-      const SeenKeys seen = mask ? seen_keys(listed, i, queries, keys) : SeenKeys{0, keys};
+      const SeenKeys seen = mask ? seen_keys(listed, block, i, queries) : SeenKeys{0, keys};
       if (seen.count == 0) continue;
       const int64_t width = tiles ? 2 * whole_tiles((queries + 1) / 2) : padded<T>(queries);
       scratch.pack_queries(q.from(i), queries, p_.dim, width, scratch.q_t, scratch.q);
@@ -444,12 +477,14 @@ class BackwardPass {
         softmax_gradient<decltype(count)::value>(head, scratch, lse, delta_ + head.first_row, i, i_end, j + seen.begin,
                                                  seen, grad_bias);
       });
+      if (!seen.finite) add_keys_seen(block.keys.from(seen.begin), seen.count, queries, width, scratch, grad_q.from(i));
       add_products_of_probs(seen, queries, width, scratch, grad_q[i], grad_q.stride);
     }
   }
 
-  // Of `keys` keys, those from the first to the last that a panel sees.
-  SeenKeys seen_keys(const ListedBlocks (&listed)[kMaskedBlocks], int64_t i, int64_t queries, int64_t keys) const {
+  // Those of a block of keys from the first to the last that a panel sees.
+  SeenKeys seen_keys(const ListedBlocks (&listed)[kMaskedBlocks], const KeyBlock<Storage>& block, int64_t i,
+                     int64_t queries) const {
     // Of whole tiles, which add to all of their rows of dK and dV.
     constexpr int64_t kMultiple = 2 * kTileWords;
     SeenKeys seen{0, 0};
@@ -463,15 +498,26 @@ class BackwardPass {
       }
       const int64_t begin = n * kMaskBlock + range.begin / kMultiple * kMultiple;
       const int64_t whole_end = (range.end + kMultiple - 1) / kMultiple * kMultiple;
-      const int64_t end = std::min(keys, n * kMaskBlock + whole_end);
+      const int64_t end = std::min(block.count, n * kMaskBlock + whole_end);
       if (begin >= end) continue;
       if (seen.count == 0) seen.begin = begin;
+      seen.finite &= block.finite[n];
       seen.count = end - seen.begin;
     }
     return seen;
   }
 
-  // dV += P^T dO, dK += dS^T Q, dQ += dS K, from scratch.probs and scratch.grad_logits, which it overwrites.
+  // dQ += dS K without the terms whose dS is 0.
+  void add_keys_seen(Rows<const Storage> k, int64_t keys, int64_t queries, int64_t width, const Buffers& scratch,
+                     Rows<T> grad_q) const {
+    for (int64_t j = 0; j < keys; ++j)
+      for (int64_t i = 0; i < queries; ++i)
+        if (const T grad_logit = scratch.grad_logits[j * width + i]; grad_logit != 0)
+          for (int64_t d = 0; d < p_.dim; ++d) grad_q[i][d] += grad_logit * to_compute(k[j][d]);
+  }
+
+  // dV += P^T dO, dK += dS^T Q and, if the keys are finite, dQ += dS K, from scratch.probs and scratch.grad_logits,
+  // which it overwrites.
   void add_products_of_probs(const SeenKeys& seen, int64_t queries, int64_t width, const Buffers& scratch, T* grad_q,
                              int64_t grad_q_stride) const {
     constexpr int depth = kDepth<Storage>;
@@ -488,6 +534,7 @@ class BackwardPass {
       round_to_pairs_of_keys(grad_logits, keys, width);
     }
     add_product_over_queries(keys, p_.dim, queries, by_query, width, scratch.q, scratch.grad_k + seen.begin * pitch_);
+    if (!seen.finite) return;
     const int64_t key_steps = (keys + depth - 1) / depth;
     if constexpr (tiles) {
       // Transposed, because grad_logits has the layout of a second operand.

@@ -36,12 +36,32 @@ bool scales_first(const HeadContext<T>& head) {
   return head.softcap > 0 || head.slope != 0 || head.p.bias_kind != BiasKind::kNone || !(head.logit_factor > 0);
 }
 
+template <int Vectors, class T>
+CUDA_EXT_INLINE void rescale_output(T* out_t, int64_t dim_v, const Vec<T> (&factors)[Vectors]) {
+  for (int64_t d = 0; d < dim_v; ++d)
+    for (int x = 0; x < Vectors; ++x, out_t += kLanes<T>) store(out_t, load(out_t) * factors[x]);
+}
+
+// out_t (dim_v, width) += V^T P^T without the terms whose prob is 0, even if the value is infinite or NaN.
+template <int Vectors, class Storage, class T>
+__attribute__((noinline)) void add_values_seen(Rows<const Storage> v, int64_t keys, int64_t dim_v, const T* probs,
+                                               T* out_t) {
+  constexpr int64_t lanes = kLanes<T>, width = Vectors * lanes;
+  for (int64_t j = 0; j < keys; ++j)
+    for (int64_t d = 0; d < dim_v; ++d)
+      for (int x = 0; x < Vectors; ++x) {
+        const Vec<T> prob = load(probs + j * width + x * lanes);
+        T* const out = out_t + d * width + x * lanes;
+        store(out, prob != 0 ? load(out) + prob * to_compute(v[j][d]) : load(out));
+      }
+}
+
 // Updates the panel's softmax and output with keys [j_begin, j_begin + keys), which the task has packed into k and v:
 // rows of keys; rows of values or, with tiles, columns of pairs of values. bits: those of the keys in a tile of a block
-// mask, or null.
+// mask, or null. not_finite: the values themselves, if some are infinite or NaN, else null.
 template <class Storage, int Vectors, bool tiles, class T = Compute<Storage>>
 void attend(const HeadContext<T>& head, Panel<T>& panel, const T* k, const T* v, int64_t j_begin, int64_t keys,
-            const int32_t* bits, T* logits) {
+            const int32_t* bits, Rows<const Storage> not_finite, T* logits) {
   constexpr int lanes = kLanes<T>;
   constexpr int64_t width = Vectors * lanes;
   const AttentionParams& p = head.p;
@@ -90,7 +110,7 @@ void attend(const HeadContext<T>& head, Panel<T>& panel, const T* k, const T* v,
   };
   int64_t j = 0;
   if constexpr (tiles) {
-    if (p.dropout_p == 0)
+    if (p.dropout_p == 0 && not_finite.data == nullptr)
       for (; j + 2 <= keys; j += 2)
         for (int x = 0; x < Vectors; ++x) {
           const Vec<T> first = make_probs(j, x), second = make_probs(j + 1, x);
@@ -103,14 +123,10 @@ void attend(const HeadContext<T>& head, Panel<T>& panel, const T* k, const T* v,
     store(panel.row_sum + x * lanes, load(panel.row_sum + x * lanes) * rescale[x] + sum[x]);
   if (p.dropout_p > 0) apply_dropout<Vectors>(p, head.first_row + panel.i_begin, j_begin, keys, logits);
 
-  if (rescaled) {
-    for (int64_t d = 0; d < p.dim_v; ++d)
-      for (int x = 0; x < Vectors; ++x) {
-        T* const out = panel.out_t + d * width + x * lanes;
-        store(out, load(out) * rescale[x]);
-      }
-  }
-  if constexpr (tiles) {
+  if (rescaled) rescale_output<Vectors>(panel.out_t, p.dim_v, rescale);
+  if (not_finite.data != nullptr) {
+    add_values_seen<Vectors>(not_finite, keys, p.dim_v, logits, panel.out_t);
+  } else if constexpr (tiles) {
     round_to_pairs_of_keys(logits + j / 2 * width, keys - j, width);
     const int64_t pairs = (keys + 1) / 2, whole = whole_tiles(pairs);
     std::fill(logits + pairs * width, logits + whole * width, T(0));
@@ -194,6 +210,8 @@ class ForwardWorker {
         pack_rows<kDepth<Storage>>(k, count, p_.dim, k_block_ + (key - j) * pitch, after);
       });
       pack_values(s, b, kv_head, j, j_end);
+      const auto values = rows_of<const Storage>(p_.value, b, s.k_begin, kv_head);
+      const bool not_finite = by_lists && any_not_finite(values.from(j), j_end - j, p_.dim_v);
       for (int64_t n = 0; n < count_; ++n) {
         Panel<T>& panel = panels_[n];
         int64_t from = std::max(j, visible.key_begin(panel.i_begin) / multiple * multiple);
@@ -215,8 +233,9 @@ class ForwardWorker {
         const HeadContext<T> head(p_, s, b, panel.head);
         with_vectors(panel.vectors(), [&](auto vectors) {
           const T* const v = v_block_ + (tiles ? (from - j) / 2 : (from - j) * row_pitch<T>(p_.dim_v));
-          attend<Storage, decltype(vectors)::value, tiles>(head, panel, k_block_ + (from - j) * pitch, v, from,
-                                                           to - from, bits, logits_);
+          attend<Storage, decltype(vectors)::value, tiles>(
+              head, panel, k_block_ + (from - j) * pitch, v, from, to - from, bits,
+              not_finite ? values.from(from) : Rows<const Storage>{}, logits_);
         });
       }
     }

@@ -162,6 +162,15 @@ CUDA_EXT_INLINE void prefetch_ahead(Rows<const Storage> rows, int64_t i, int64_t
   prefetch_row(ahead < n ? rows[ahead] : after[ahead - n], dim);
 }
 
+// Whether any of (n, dim) values is infinite or NaN: 0 times such a value is NaN.
+template <class Storage, class T = Compute<Storage>>
+bool any_not_finite(Rows<const Storage> rows, int64_t n, int64_t dim) {
+  Vec<T> zero{};
+  for (int64_t i = 0; i < n; ++i)
+    for_vectors<T>(dim, [&](int64_t d, int64_t count) { zero += load_partial(rows[i] + d, count) * T(0); });
+  return horizontal_sum<T>(zero) != 0;
+}
+
 // (n, dim) rows of storage -> rows of elements of `depth` values, row_pitch apart, padded with zeros to a whole vector.
 template <int depth, class Storage, class T = Compute<Storage>>
 void pack_rows(Rows<const Storage> rows, int64_t n, int64_t dim, T* panel, Rows<const Storage> after) {
