@@ -187,13 +187,13 @@ def shared_prompt(prompt: int, answers: Tensor) -> Entries:
     return from_intervals(Grid(1, 1, length, length), [common, (start, query + 1)])
 
 
-def from_column_ranges(ranges: Tensor, causal: bool) -> Entries:
-    """ranges: (B, H, Sk, 1, 2 or 4): of each key, hidden queries. The mask is built with keys as lines, then
-    transposed."""
-    batch, heads, length, count = ranges.shape
-    grid = Grid(batch, heads, length, length)
-    key = torch.arange(length, device=ranges.device)
-    last = torch.full_like(key, length).expand(batch, heads, length)
+def from_column_ranges(ranges: Tensor, causal: bool, length: int) -> Entries:
+    """ranges: (B, H, Sk, 1, 2 or 4): of each key, hidden queries, of `length`. The mask is built with keys as lines,
+    then transposed."""
+    batch, heads, keys, count = ranges.shape
+    grid = Grid(batch, heads, keys, length)
+    key = torch.arange(keys, device=ranges.device)
+    last = torch.full_like(key, length).expand(batch, heads, keys)
     bounds = ranges.long().clamp(0, length).unbind(-1)
     # Two hidden intervals [a, b) and [c, d); with one, the second is empty.
     if count == 4:
@@ -205,7 +205,7 @@ def from_column_ranges(ranges: Tensor, causal: bool) -> Entries:
     a, b, c, d = torch.where(a < b, a, length), torch.maximum(a, b), torch.where(c < d, c, length), torch.maximum(c, d)
     swap = c < a
     a, b, c, d = (torch.where(swap, *pair) for pair in ((c, a), (d, b), (a, c), (b, d)))
-    base = (key if causal else torch.zeros_like(key), last)
+    base = ((key - (keys - length)).clamp(0, length) if causal else torch.zeros_like(key), last)
     visible: list[Interval] = [(torch.zeros_like(a), a), (b, c), (torch.maximum(b, d), last)]
     return transposed(from_intervals(grid, [both(base, each) for each in visible]))
 

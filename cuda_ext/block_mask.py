@@ -422,15 +422,22 @@ class BlockMask:
 
     @classmethod
     def from_column_ranges(
-        cls, startend_row_indices: Tensor, causal: bool, *, num_heads: int | None = None, device: Device = None
+        cls,
+        startend_row_indices: Tensor,
+        causal: bool,
+        *,
+        Sq: int | None = None,
+        num_heads: int | None = None,
+        device: Device = None,
     ) -> BlockMask:
-        """From the ranges of FlashMask (arXiv 2410.01359): which queries do not see a key. As many queries as keys.
+        """From the ranges of FlashMask (arXiv 2410.01359): which queries do not see a key.
 
         Args:
             startend_row_indices: int32 ``(B, Hk or 1, Sk, n)``. The queries that key j is hidden from, with `causal`:
-                ``[LTS, S)`` for n = 1, ``[LTS, LTE)`` for n = 2; without: ``[LTS, S)`` and ``[0, UTE)`` for n = 2,
+                ``[LTS, Sq)`` for n = 1, ``[LTS, LTE)`` for n = 2; without: ``[LTS, Sq)`` and ``[0, UTE)`` for n = 2,
                 ``[LTS, LTE)`` and ``[UTS, UTE)`` for n = 4; in this order.
-            causal: key j is also hidden from queries ``i < j``.
+            causal: key j is also hidden from queries ``i < j - (Sk - Sq)``.
+            Sq: how many queries; default: as many as keys.
             num_heads: query heads, a multiple of Hk; default: Hk.
         """
         op = "BlockMask.from_column_ranges"
@@ -444,7 +451,9 @@ class BlockMask:
             check_int(op, 1, num_heads=num_heads)
             check(num_heads % heads == 0, op, f"expected num_heads to be a multiple of {heads}, got {num_heads}")
             ranges = ranges.repeat_interleave(num_heads // heads, 1)
-        return cls._from_entries(builders.from_column_ranges(ranges, causal))
+        length = ranges.shape[2] if Sq is None else Sq
+        check_int(op, 1, Sq=length)
+        return cls._from_entries(builders.from_column_ranges(ranges, causal, length))
 
     @classmethod
     def tree(cls, parents: Tensor | Sequence[int], prefix_length: int = 0, *, device: Device = None) -> BlockMask:

@@ -229,20 +229,22 @@ def blocks() -> tuple[BlockMask, Tensor]:
 
 def column_ranges() -> tuple[BlockMask, Tensor]:
     batch, heads, total, causal = random.choice([1, 2]), random.choice([1, 2]), size(), random.random() < 0.5
+    queries = random.choice([total, size()])
     count = random.choice([1, 2] if causal else [2, 4])
     groups = random.choice([1, 2]) if heads > 1 else 1
-    ranges = torch.randint(0, total + 1, (batch, heads, total, count), dtype=torch.int32)
+    ranges = torch.randint(0, queries + 1, (batch, heads, total, count), dtype=torch.int32)
     if random.random() < 0.7:  # long runs of equal columns, whose blocks are full or empty
         ranges = ranges[:, :, torch.arange(total) // 150 * 150]
-    i, _ = positions(total)
+    i = torch.arange(queries).unsqueeze(-1)
     bounds = [each.unsqueeze(-2).repeat_interleave(groups, 1) for each in ranges.unbind(-1)]  # (B, H, 1, Sk)
     hidden = i >= bounds[0]
     if count == 4 or (causal and count == 2):
         hidden = hidden & (i < bounds[1])
     if not causal:
         hidden = hidden | ((i >= bounds[2]) & (i < bounds[3]) if count == 4 else i < bounds[1])
-    dense = ~hidden & (torch.arange(total) <= i) if causal else ~hidden
-    return BlockMask.from_column_ranges(ranges, causal, num_heads=heads * groups), dense
+    dense = ~hidden & (torch.arange(total) <= i + (total - queries)) if causal else ~hidden
+    options = {} if queries == total else {"Sq": queries}
+    return BlockMask.from_column_ranges(ranges, causal, num_heads=heads * groups, **options), dense
 
 
 def tree() -> tuple[BlockMask, Tensor]:
