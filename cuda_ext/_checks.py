@@ -20,6 +20,11 @@ def check(condition: Any, op: str, message: str) -> None:
     torch._check(condition, lambda: f"{NAMESPACE}::{op}: {message}")
 
 
+def expected(op: str, what: str) -> RuntimeError:
+    """The error to raise where Dynamo traces a call: the closure of `check` would break its graph."""
+    return RuntimeError(f"{NAMESPACE}::{op}: expected {what}")
+
+
 def shape_of(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape)
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from cuda_ext._activations import ACTIVATIONS, NAMES, listed
-from cuda_ext._checks import autocasts, dtype_name, shape_of
-from cuda_ext._collectives import AllToAll
+from cuda_ext._checks import autocasts, dtype_name, expected, shape_of
+from cuda_ext._expert_parallel import check_share, on_their_ranks
+from cuda_ext._expert_routes import Routes, sort, sum_dtype
 from cuda_ext._grouped_mm import grouped_mm
-from cuda_ext._toolchain import NAMESPACE
 
 __all__ = ["Gate", "mixture_of_experts"]
 
@@ -53,7 +55,8 @@ def mixture_of_experts(
 
     Args:
         input: ``(..., K)`` of tokens; float32, float16, bfloat16 or float64.
-        expert_ids: ``(..., k)``, int32 or int64. Ids outside ``[0, experts)`` add nothing: experts of other ranks.
+        expert_ids: ``(..., k)``, int32 or int64. Ids outside ``[0, experts)`` add nothing: experts of other ranks. Of
+            tokens without experts (k = 0) the sum is 0.
         expert_weights: ``(..., k)``, any floating dtype. Products with them and sums are float32 (float64 for float64).
         w_up: ``(experts, 2 F, K)``, the rows of the gate first; ``(experts, F, K)`` with ``gated=False``. Any strides:
             pass ``weights.mT`` of those stored the other way round. Dtype of `input`, as all that follow.
@@ -70,132 +73,78 @@ def mixture_of_experts(
     Raises:
         RuntimeError: wrong shapes or dtypes, or an unknown activation.
     """
-    _check_share(w_up, experts, group)
-    _check(input, expert_ids, expert_weights, w_up, w_down, b_up, b_down, activation, gated)
-    mlp = [w_up, w_down, b_up, b_down]
+    check_share(w_up, experts, group)
+    mlps = _Mlps(activation, gated, w_up, w_down, b_up, b_down)
+    _check(input, expert_ids, expert_weights, mlps)
     if not autocasts(input.device):
-        return _compute(expert_ids, activation, gated, group, experts, input, expert_weights, *mlp)
+        return _compute(mlps, input, expert_ids, expert_weights, experts, group)
     dtype = torch.get_autocast_dtype(input.device.type)
-    cast, *mlp = (t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (input, *mlp))
+    cast, *tensors = (t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (input, *mlps.tensors()))
     with torch.autocast(input.device.type, enabled=False):
-        return _compute(expert_ids, activation, gated, group, experts, cast, expert_weights, *mlp)
+        return _compute(mlps.with_tensors(tensors), cast, expert_ids, expert_weights, experts, group)
+
+
+class _Mlps(NamedTuple):
+    """The experts that are here."""
+
+    activation: str | Gate | None
+    gated: bool
+    w_up: Tensor
+    w_down: Tensor
+    b_up: Tensor | None
+    b_down: Tensor | None
+
+    def tensors(self) -> tuple[Any, ...]:
+        return self.w_up, self.w_down, self.b_up, self.b_down
+
+    def with_tensors(self, tensors: Sequence[Any]) -> _Mlps:
+        return _Mlps(self.activation, self.gated, *tensors)
+
+    def gate(self) -> Gate:
+        """From the product with `w_up` to the operand of `w_down`."""
+        if callable(self.activation):
+            return self.activation
+        function = ACTIVATIONS[self.activation].function
+
+        def gate(product: Tensor) -> Tensor:
+            gate, up = product.chunk(2, -1)
+            return function(gate) * up
+
+        return gate if self.gated else function
 
 
 def _compute(
-    expert_ids: Tensor,
-    activation: str | Gate | None,
-    gated: bool,
-    group: dist.ProcessGroup | None,
-    experts: int | None,
+    mlps: _Mlps,
     input: Any,
-    weights: Tensor,
-    *mlp: Any,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    experts: int | None,
+    group: dist.ProcessGroup | None,
 ) -> Tensor:
-    tokens, ids = input.reshape(-1, input.shape[-1]), expert_ids.reshape(-1, expert_ids.shape[-1])
-    weights = weights.reshape(ids.shape)
-    gate = activation if callable(activation) else _named(activation, gated)
-    if group is not None and experts is not None:
-        out = _of_ranks(activation, gated, group, experts, tokens, ids, weights, *mlp)
-    elif callable(activation) or _is_transformed():
-        out = _compose(gate, _sort(ids, experts=len(mlp[0])), tokens, weights, *mlp)
+    count = input.shape[:-1].numel()  # -1 would be ambiguous where a size is 0
+    tokens, ids = input.reshape(count, input.shape[-1]), expert_ids.reshape(count, expert_ids.shape[-1])
+    weights = expert_weights.reshape(ids.shape)
+    if ids.shape[1] == 0:  # a token without experts is one with an expert that is not here
+        ids, weights = F.pad(ids, (0, 1), value=-1), F.pad(weights, (0, 1))
+    if group is None or experts is None:
+        out = _compute_here(mlps, tokens, ids, weights)
     else:
-        out = _Experts.apply(activation, gated, _sort(ids, experts=len(mlp[0])), tokens, weights, *mlp)
+        out = on_their_ranks(partial(_compute_here, mlps), experts, group, tokens, ids, weights)
     return out.reshape(input.shape)
 
 
-def _of_ranks(
-    activation: str | Gate | None,
-    gated: bool,
-    group: dist.ProcessGroup,
-    experts: int,
-    tokens: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    *mlp: Any,
-) -> Tensor:
-    """Sends the rows of each expert to its rank, and the results back."""
-    ranks, own, name = group.size(), len(mlp[0]), group.group_name
-    routes = _sort(ids, experts)
-    counts = routes.ends.diff(prepend=routes.ends.new_zeros(1))
-    # (ranks, own): how many rows each rank has for each expert of this one
-    received = AllToAll.apply(counts, shares(experts, ranks), [own] * ranks, name).view(ranks, own)
-    of_ranks = torch.stack([part.sum() for part in counts.split(shares(experts, ranks))])
-    to, of = torch.stack([of_ranks, received.sum(1)]).tolist()
-    rows = AllToAll.apply(_repeated(tokens, routes)[: sum(to)], to, of, name)
-    own_ids = torch.arange(own, device=ids.device).repeat(ranks)
-    own_ids = own_ids.repeat_interleave(received.reshape(-1), output_size=sum(of)).unsqueeze(1)
-    ones = torch.ones_like(own_ids, dtype=_sum_dtype(tokens))
-    results = _compute(own_ids, activation, gated, None, None, rows, ones, *mlp)
-    results = AllToAll.apply(results, of, to, name)
-    results = torch.cat([results, results.new_zeros(ids.numel() - sum(to), tokens.shape[1])])
-    return _weighted(results, routes, weights)
+def _compute_here(mlps: _Mlps, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    routes = sort(ids, experts=len(mlps.w_up))
+    if callable(mlps.activation) or _is_transformed():
+        return _compose(mlps, routes, tokens, weights)
+    return _Experts.apply(mlps.activation, mlps.gated, routes, tokens, weights, *mlps.tensors())
 
 
-def shares(experts: int, ranks: int) -> list[int]:
-    """How many of the experts each rank has."""
-    return [experts // ranks + (rank < experts % ranks) for rank in range(ranks)]
-
-
-def _named(activation: str | None, gated: bool) -> Gate:
-    function = ACTIVATIONS[activation].function
-
-    def gate(product: Tensor) -> Tensor:
-        gate, up = product.chunk(2, -1)
-        return function(gate) * up
-
-    return gate if gated else function
-
-
-class _Routes(NamedTuple):
-    """Pairs of a token and one of its experts are sorted by experts: the rows of the products."""
-
-    pairs: Tensor  # (rows,): the pair, token * k + i, of each row
-    rows: Tensor  # (tokens, k): the row of each pair
-    ends: Tensor  # (experts,), int32: the end of the rows of each expert
-
-    def expert_of_rows(self) -> Tensor:
-        """For rows that are not served, the last expert."""
-        experts = torch.bucketize(torch.arange(len(self.pairs), device=self.pairs.device), self.ends, right=True)
-        return experts.clamp_(max=len(self.ends) - 1)
-
-    def are_served(self) -> Tensor:
-        """Of rows: whether their expert is here."""
-        return torch.arange(len(self.pairs), device=self.pairs.device) < self.ends[-1]
-
-
-def _sort(ids: Tensor, experts: int) -> _Routes:
-    ids = ids.detach()
-    in_range = torch.where(ids < 0, experts, ids).reshape(-1)
-    by_expert, pairs = torch.sort(in_range, stable=True)
-    rows = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=ids.device))
-    ends = torch.searchsorted(by_expert, torch.arange(experts, device=ids.device, dtype=ids.dtype), right=True)
-    return _Routes(pairs, rows.view(ids.shape), ends.int())
-
-
-def _compose(
-    gate: Gate,
-    routes: _Routes,
-    tokens: Tensor,
-    weights: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-) -> Tensor:
+def _compose(mlps: _Mlps, routes: Routes, tokens: Tensor, weights: Tensor) -> Tensor:
     """The definition, of operations that PyTorch differentiates."""
-    hidden = gate(grouped_mm(_repeated(tokens, routes), w_up.mT, offs=routes.ends, bias=b_up))
-    return _weighted(grouped_mm(hidden, w_down.mT, offs=routes.ends, bias=b_down), routes, weights)
-
-
-def _repeated(tokens: Tensor, routes: _Routes) -> Tensor:
-    """The rows, by a permutation of copies: each gets one gradient, so that their sum has an order."""
-    count, top_k = routes.rows.shape
-    return tokens.unsqueeze(1).expand(-1, top_k, -1).reshape(count * top_k, tokens.shape[1])[routes.pairs]
-
-
-def _weighted(results: Tensor, routes: _Routes, weights: Tensor) -> Tensor:
-    of_tokens = results[routes.rows.reshape(-1)].view(*routes.rows.shape, results.shape[1])
-    return (of_tokens * weights.to(_sum_dtype(results)).unsqueeze(-1)).sum(1).to(results.dtype)
+    product = grouped_mm(routes.gather(tokens), mlps.w_up.mT, offs=routes.ends, bias=mlps.b_up)
+    results = grouped_mm(mlps.gate()(product), mlps.w_down.mT, offs=routes.ends, bias=mlps.b_down)
+    return routes.sum(results, weights)
 
 
 class _Experts(torch.autograd.Function):
@@ -203,59 +152,59 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        activation: str | None,
-        gated: bool,
-        routes: _Routes,
-        tokens: Tensor,
-        weights: Tensor,
-        w_up: Tensor,
-        w_down: Tensor,
-        b_up: Tensor | None,
-        b_down: Tensor | None,
+        ctx: Any, activation: str | None, gated: bool, routes: Routes, tokens: Tensor, weights: Tensor, *tensors: Any
     ) -> Tensor:
-        product = grouped_mm(_rows_of(tokens, routes), w_up.mT, offs=routes.ends, bias=b_up)
-        hidden = _named(activation, gated)(product)
-        results = grouped_mm(hidden, w_down.mT, offs=routes.ends, bias=b_down)
+        mlps = _Mlps(activation, gated, *tensors)
+        product = grouped_mm(routes.gather(tokens), mlps.w_up.mT, offs=routes.ends, bias=mlps.b_up)
+        hidden = mlps.gate()(product)
+        results = grouped_mm(hidden, mlps.w_down.mT, offs=routes.ends, bias=mlps.b_down)
+        del hidden
         ctx.gate = activation, gated
-        ctx.save_for_backward(*routes, tokens, weights, w_up, w_down, b_up, b_down, product)
-        return _sum_of_rows(results, routes, weights)
+        ctx.save_for_backward(*routes, tokens, weights, *tensors, product)
+        return routes.sum(results, weights)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *saved, product = ctx.saved_tensors
-        routes, inputs, needed = _Routes(*saved[:3]), saved[3:], ctx.needs_input_grad[3:]
-        gate = _named(*ctx.gate)
+        routes, (tokens, weights, *tensors) = Routes(*saved[:3]), saved[3:]
+        mlps, needed = _Mlps(*ctx.gate, *tensors), ctx.needs_input_grad[3:]
         if torch.is_grad_enabled():  # gradients of gradients
-            gradients = _differentiate(gate, routes, inputs, needed, grad)
+            gradients = _differentiate(mlps, routes, tokens, weights, needed, grad)
         else:
-            gradients = _gradients(gate, routes, inputs, needed, product, grad)
+            gradients = _gradients(mlps, routes, tokens, weights, needed, product, grad)
         return None, None, None, *gradients
 
 
 def _differentiate(
-    gate: Gate, routes: _Routes, inputs: list[Any], needed: tuple[bool, ...], grad: Tensor
+    mlps: _Mlps, routes: Routes, tokens: Tensor, weights: Tensor, needed: tuple[bool, ...], grad: Tensor
 ) -> list[Tensor | None]:
+    inputs = tokens, weights, *mlps.tensors()
     wanted = [t for t, is_needed in zip(inputs, needed, strict=True) if is_needed]
-    found = iter(torch.autograd.grad(_compose(gate, routes, *inputs), wanted, grad, create_graph=True))
+    out = _compose(mlps, routes, tokens, weights)
+    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
     return [next(found) if is_needed else None for is_needed in needed]
 
 
 def _gradients(
-    gate: Gate, routes: _Routes, inputs: list[Any], needed: tuple[bool, ...], product: Tensor, grad: Tensor
+    mlps: _Mlps,
+    routes: Routes,
+    tokens: Tensor,
+    weights: Tensor,
+    needed: tuple[bool, ...],
+    product: Tensor,
+    grad: Tensor,
 ) -> list[Tensor | None]:
-    tokens, weights, w_up, w_down, _, b_down = inputs
     for_tokens, for_weights, for_up, for_down, for_b_up, for_b_down = needed
     ends = routes.ends
-    grad_rows = _rows_of(grad, routes)  # of the results, but for the weights
+    grad_rows = routes.gather(grad)  # of the results, but for the weights
     weight_of_rows = weights.reshape(-1)[routes.pairs].unsqueeze(1)
-    hidden, gate_gradient = torch.func.vjp(gate, product)  # type: ignore[misc]
-    grad_hidden = grouped_mm(grad_rows, w_down, offs=ends)  # but for the weights
+    hidden, gate_gradient = torch.func.vjp(mlps.gate(), product)  # type: ignore[misc]
+    grad_hidden = grouped_mm(grad_rows, mlps.w_down, offs=ends)  # but for the weights
     gradients: list[Tensor | None] = [None] * 6
     if for_weights:
         of_rows = _dot(grad_hidden, hidden)
-        if b_down is not None:
-            of_bias = _dot(grad_rows, b_down[routes.expert_of_rows()])
+        if mlps.b_down is not None:
+            of_bias = _dot(grad_rows, mlps.b_down[routes.expert_of_rows()])
             of_rows = of_rows + of_bias.where(routes.are_served(), 0.0)
         gradients[1] = of_rows[routes.rows].to(weights.dtype)
     if for_down or for_b_down:
@@ -268,30 +217,10 @@ def _gradients(
     del grad_hidden, gate_gradient
     gradients[4] = _sums(grad_product, ends) if for_b_up else None
     if for_up:
-        gradients[2] = grouped_mm(grad_product.t(), _rows_of(tokens, routes), offs=ends)
+        gradients[2] = grouped_mm(grad_product.t(), routes.gather(tokens), offs=ends)
     if for_tokens:
-        gradients[0] = _sum_of_rows(grouped_mm(grad_product, w_up, offs=ends), routes)
+        gradients[0] = routes.sum(grouped_mm(grad_product, mlps.w_up, offs=ends))
     return gradients
-
-
-def _rows_of(tokens: Tensor, routes: _Routes) -> Tensor:
-    return tokens[routes.pairs.div(routes.rows.shape[1], rounding_mode="floor")]
-
-
-def _sum_of_rows(results: Tensor, routes: _Routes, weights: Tensor | None = None) -> Tensor:
-    """(tokens, K): the sum of each token's rows, in their order."""
-    dtype = _sum_dtype(results)
-    total: Tensor | None = None
-    for i in range(routes.rows.shape[1]):
-        of_tokens = results[routes.rows[:, i]].to(dtype)
-        if weights is not None:
-            of_tokens = of_tokens * weights[:, i : i + 1].to(dtype)
-        # Neither in place nor a conversion that changes nothing: Dynamo makes all of them outputs of the Function, and
-        # its gradient then goes to one that is not used.
-        total = of_tokens if total is None else total + of_tokens
-    if total is None:
-        return results.new_zeros(len(routes.rows), results.shape[1])
-    return total if dtype == results.dtype else total.to(results.dtype)
 
 
 def _sums(rows: Tensor, ends: Tensor) -> Tensor:
@@ -300,29 +229,20 @@ def _sums(rows: Tensor, ends: Tensor) -> Tensor:
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return (a.to(_sum_dtype(a)) * b).sum(1)
-
-
-def _sum_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return (a.to(sum_dtype(a)) * b).sum(1)
 
 
 def _is_transformed() -> bool:
-    """Whether torch.func or forward mode differentiates what is computed now."""
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    """Whether torch.func or forward mode differentiates what is computed now, so that operations have to be composed.
+
+    The names are PyTorch's own. Where one is missing, the answer is yes, which is right for any call.
+    """
+    functorch = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return functorch is None or functorch() or getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
 
 
-def _check(
-    input: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    activation: str | Gate | None,
-    gated: bool,
-) -> None:
+def _check(input: Tensor, expert_ids: Tensor, expert_weights: Tensor, mlps: _Mlps) -> None:
+    activation, gated, w_up, w_down, b_up, b_down = mlps
     if not callable(activation) and activation not in ACTIVATIONS:
         raise _expected(f"activation {listed(NAMES, 'or')}, None or a function, got {activation!r}")
     if w_up.dim() != 3 or w_up.shape[0] == 0:
@@ -354,20 +274,5 @@ def _check(
             raise _expected(f"{name} of shape ({experts}, {width}), got {shape_of(bias)}")
 
 
-def _check_share(w_up: Tensor, experts: int | None, group: dist.ProcessGroup | None) -> None:
-    if group is None:
-        if experts is not None and shape_of(w_up)[:1] != (experts,):
-            raise _expected(f"w_up of all {experts} experts, or a group of ranks that share them, got {shape_of(w_up)}")
-        return
-    if experts is None:
-        raise _expected("experts, the number of those of all ranks, with group")
-    if experts < group.size():  # before a rank without experts raises an error of its own, and others wait for it
-        raise _expected(f"at least one expert for each of {group.size()} ranks, got {experts}")
-    own = shares(experts, group.size())[group.rank()]
-    if shape_of(w_up)[:1] != (own,):
-        where = f"rank {group.rank()} of {group.size()}"
-        raise _expected(f"w_up with {own} of {experts} experts on {where}, got {shape_of(w_up)}")
-
-
 def _expected(what: str) -> RuntimeError:
-    return RuntimeError(f"{NAMESPACE}::mixture_of_experts: expected {what}")
+    return expected("mixture_of_experts", what)

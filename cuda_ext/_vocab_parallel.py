@@ -151,9 +151,7 @@ def _refuse_transforms(op: str, *operands: Tensor | None) -> None:
     if torch.compiler.is_compiling():
         return
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    in_forward_mode = forward_ad._current_level >= 0 and any(
-        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in operands
-    )
+    in_forward_mode = any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in operands)
     advice = "use torch.autograd.grad, which also gives second derivatives (create_graph=True)"
     message = f"expected no transform of torch.func and no forward mode with vocab_group, got one; {advice}"
     check(not (transformed or in_forward_mode), op, message)

@@ -661,3 +661,35 @@ def test_state_dicts_of_torch_distributed_checkpoint(inner: str) -> None:
         step(other, other_optimizer)
         for (name, actual), expected in zip(other.state_dict().items(), model.state_dict().values(), strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("ends", ["freed", "closed"])
+@on_ranks(2)
+def test_backward_of_a_wrapper_that_is_gone(ends: str) -> None:
+    module, x = nn.Linear(3, 4), torch.randn(2, 3)
+    model = BucketedDataParallel(module)
+    loss = model(x).sum()
+    if ends == "closed":
+        model.close()
+    del model
+    gc.collect()
+    message = "expected a wrapper in use during backward, got one that was freed or closed after forward; keep a"
+    with pytest.raises(RuntimeError, match=f"{NAME}: {message} reference to it until backward"):
+        loss.backward()
+    assert module.weight.grad is None
+    model = BucketedDataParallel(module)
+    model(x).sum().backward()
+    torch.testing.assert_close(module.weight.grad, x.sum(0).expand(4, 3))
+
+
+@on_ranks(2)
+def test_a_wrapper_that_is_gone_accumulates_without_sync() -> None:
+    """As the averages are not needed, neither is the wrapper."""
+    module, x = nn.Linear(3, 4), torch.randn(2, 3)
+    model = BucketedDataParallel(module)
+    with model.no_sync():
+        loss = model(x).sum()
+        del model
+        gc.collect()
+        loss.backward()
+    torch.testing.assert_close(module.weight.grad, x.sum(0).expand(4, 3))

@@ -343,6 +343,14 @@ def test_all_state_is_restored(has_formula: bool, monkeypatch: pytest.MonkeyPatc
     torch.backends.mha.set_fastpath_enabled(True)
 
 
+def test_without_the_cache_of_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A private name, which a release of PyTorch may lack."""
+    monkeypatch.delattr(torch.ops.aten.scaled_dot_product_attention.default, "_dispatch_cache")
+    with sdpa.enable():
+        assert sdpa.is_enabled()
+    assert not sdpa.is_enabled()
+
+
 def test_registered_with_torch() -> None:
     assert "cuda_ext" in torch_attention.list_flash_attention_impls()
     assert torch_attention.current_flash_attention_impl() is None and not runs_here()

@@ -286,6 +286,7 @@ class BucketSet:
     def release(self) -> None:
         """Removes everything that was attached to the module."""
         self._attachment.release()
+        self._reducer.release()
         for slots in self._slots.values():
             slots.release()
         if self._algorithm is not None:

@@ -143,6 +143,7 @@ class Reducer:
         self._active = False  # whether a gradient of a parameter or output was ready since the last pass ended
         self._callback_task: int | None = None  # the engine's graph task that ends with _finish() [Note 4]
         self._settles_before_steps = False
+        self._is_released = False
 
     @property
     def enabled(self) -> bool:
@@ -241,10 +242,23 @@ class Reducer:
                 if self._enabled:
                     self._queue_finish()
                     if not self._active and ops._in_whole_backward():
+                        self._refuse_released()
                         self._refuse_create_graph()
                         self._begin()
 
         return on_output
+
+    def release(self) -> None:
+        """The wrapper is freed or closed. Hooks of outputs stay, as long as a graph has them."""
+        self._is_released = True
+
+    def _refuse_released(self) -> None:
+        if self._is_released:
+            raise RuntimeError(
+                f"{NAME}: expected a wrapper in use during backward, got one that was freed or closed after forward; "
+                f"keep a reference to it until backward() has returned: model = {NAME}(module), not "
+                f"{NAME}(module)(input).backward()"
+            )
 
     @staticmethod
     def _refuse_create_graph() -> None:

@@ -84,8 +84,8 @@ def _deactivate(before: _Before) -> None:
 def _set_kernels(active: bool) -> None:
     ops._sdpa_switch(active)
     # Python's dispatch of the op remembers for which keys there was a kernel. If one is gone, compiled functions would
-    # have no gradient.
-    _SDPA.default._dispatch_cache.clear()
+    # have no gradient. The cache is private: a release without it has nothing to forget.
+    getattr(_SDPA.default, "_dispatch_cache", {}).clear()
 
 
 _CACHE_TAG = "+cuda_ext.sdpa"

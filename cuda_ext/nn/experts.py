@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cuda_ext._activations import ACTIVATIONS, NAMES, listed
-from cuda_ext._experts import mixture_of_experts, shares
+from cuda_ext._expert_parallel import shares
+from cuda_ext._experts import mixture_of_experts
 from cuda_ext._gemm import gemm
 from cuda_ext.nn.linear import MLP, GatedMLP
 
@@ -32,7 +34,8 @@ class RouterLosses(NamedTuple):
 class Router(nn.Module):
     """The ``top_k`` experts of each token, and their weights; see `MixtureOfExperts`.
 
-    State dict: ``weight`` (experts, K) and, with ``correction``, the buffer ``e_score_correction_bias`` (experts,).
+    State dict: ``weight`` (experts, K) and, with ``correction``, the buffer ``e_score_correction_bias`` (experts,),
+    which stays float32 when the module is converted to another dtype.
 
     Shape: input (tokens, K) -> logits (tokens, experts) float32, weights (tokens, top_k) float32, ids (tokens, top_k)
     int64. The logits are not rounded to the dtype of the input.
@@ -49,8 +52,8 @@ class Router(nn.Module):
         scoring: str = "softmax",
         normalize: bool = True,
         scale: float = 1.0,
-        groups: int = 1,
-        top_groups: int = 1,
+        expert_groups: int = 1,
+        top_expert_groups: int = 1,
         correction: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -58,18 +61,19 @@ class Router(nn.Module):
         super().__init__()
         if scoring not in ("softmax", "sigmoid"):
             raise ValueError(f"MixtureOfExperts: expected scoring 'softmax' or 'sigmoid', got {scoring!r}")
-        if groups < 1 or experts % groups or not 1 <= top_groups <= groups:
+        if expert_groups < 1 or experts % expert_groups or not 1 <= top_expert_groups <= expert_groups:
             raise ValueError(
-                f"MixtureOfExperts: expected groups that divide {experts} experts and 1 <= top_groups <= groups, got "
-                f"groups={groups} and top_groups={top_groups}"
+                f"MixtureOfExperts: expected expert_groups that divide {experts} experts and 1 <= top_expert_groups <= "
+                f"expert_groups, got expert_groups={expert_groups} and top_expert_groups={top_expert_groups}"
             )
-        if not 1 <= top_k <= experts // groups * top_groups:
+        most = experts // expert_groups * top_expert_groups
+        if not 1 <= top_k <= most:
             raise ValueError(
-                f"MixtureOfExperts: expected top_k from 1 to {experts // groups * top_groups}, the experts in "
-                f"{top_groups} of {groups} groups, got {top_k}"
+                f"MixtureOfExperts: expected top_k from 1 to {most}, the experts in {top_expert_groups} of "
+                f"{expert_groups} groups, got {top_k}"
             )
         self.experts, self.top_k, self.scoring, self.normalize = experts, top_k, scoring, normalize
-        self.scale, self.groups, self.top_groups = scale, groups, top_groups
+        self.scale, self.expert_groups, self.top_expert_groups = scale, expert_groups, top_expert_groups
         self.weight = nn.Parameter(torch.empty(experts, features, device=device, dtype=dtype))
         bias = torch.zeros(experts, device=device, dtype=torch.float32) if correction else None
         self.register_buffer("e_score_correction_bias", bias)
@@ -77,6 +81,15 @@ class Router(nn.Module):
 
     def reset_parameters(self) -> None:
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """What `to`, `half` and the like call. Steps of 1e-3 are less than the rounding of a correction of 16 bits."""
+        exact = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        moved = self.e_score_correction_bias
+        if exact is not None and moved is not None and moved.dtype != exact.dtype:
+            self.e_score_correction_bias = exact.to(moved.device)
+        return self
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(input.dtype, torch.float32)
@@ -92,10 +105,10 @@ class Router(nn.Module):
     def _choose(self, scores: Tensor) -> Tensor:
         if self.e_score_correction_bias is not None:
             scores = scores + self.e_score_correction_bias
-        if self.top_groups < self.groups:
-            in_groups = scores.unflatten(-1, (self.groups, -1))
+        if self.top_expert_groups < self.expert_groups:
+            in_groups = scores.unflatten(-1, (self.expert_groups, -1))
             best = in_groups.topk(min(2, in_groups.shape[-1]), dim=-1).values.sum(-1)
-            chosen = best.topk(self.top_groups, dim=-1).indices
+            chosen = best.topk(self.top_expert_groups, dim=-1).indices
             hidden = torch.ones_like(best, dtype=torch.bool).scatter(-1, chosen, False)
             scores = in_groups.masked_fill(hidden.unsqueeze(-1), -torch.inf).flatten(-2)
         return scores.topk(self.top_k, dim=-1).indices
@@ -115,21 +128,29 @@ class Router(nn.Module):
         return RouterLosses(self.experts * (fractions * means).sum(), z, load)
 
     @torch.no_grad()
-    def adjust_correction(self, load: Tensor, rate: float = 1e-3) -> None:
+    def adjust_correction(self, load: Tensor, rate: float = 1e-3, *, group: dist.ProcessGroup | None = None) -> None:
         """Once per step: makes experts with less than the mean load more likely to be chosen, and others less, as
         DeepSeek-V3 balances experts without a loss (arXiv 2412.19437, section 2.1.2).
 
         Args:
-            load: (experts,), `RouterLosses.load`, summed over the ranks and micro-batches of the step.
+            load: (experts,), `RouterLosses.load`, summed over the micro-batches of the step.
             rate: how much is added or subtracted. Default 1e-3.
+            group: the ranks whose tokens this router sends, of which each gives the load of its own; all call this
+                together. Corrections of ranks that are not told of each other's loads move apart. Default None: `load`
+                is of all tokens.
         """
         if self.e_score_correction_bias is None:
             raise RuntimeError("Router.adjust_correction: expected a router with correction=True")
-        load = load.to(torch.float32)
-        self.e_score_correction_bias += rate * torch.sign(load.mean() - load)
+        if group is not None:
+            load = load.clone()
+            dist.all_reduce(load, group=group)
+        below_mean = torch.sign(load.sum() - len(load) * load)  # exact for integers
+        self.e_score_correction_bias += rate * below_mean.to(self.e_score_correction_bias.dtype)
 
     def extra_repr(self) -> str:
-        grouped = f", groups={self.groups}, top_groups={self.top_groups}" if self.groups > 1 else ""
+        grouped = ""
+        if self.expert_groups > 1:
+            grouped = f", expert_groups={self.expert_groups}, top_expert_groups={self.top_expert_groups}"
         return (
             f"features={self.weight.shape[1]}, experts={self.experts}, top_k={self.top_k}, scoring={self.scoring}, "
             f"normalize={self.normalize}, scale={self.scale:g}{grouped}, "
@@ -138,13 +159,21 @@ class Router(nn.Module):
 
 
 class _Ranks:
-    """A group, which copies of a module share."""
+    """A process group, which copies of a module share."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
 
     def __deepcopy__(self, memo: Any) -> _Ranks:
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.group is not None:
+            raise RuntimeError(
+                "MixtureOfExperts: expected no group to pickle the layer, got a process group, which cannot be saved; "
+                "save the state dict, torch.save(layer.state_dict(), path), and load it into a layer made with a group"
+            )
+        return self.__dict__
 
 
 class Experts(nn.Module):
@@ -237,13 +266,14 @@ class MixtureOfExperts(nn.Module):
         scoring: "softmax" (default) of a token's logits or "sigmoid" of each.
         normalize: whether the weights of a token's experts sum to 1. Default True.
         scale: of the weights, after that. Default 1.
-        groups, top_groups: experts come in ``groups`` equal groups, and a token's experts are in the ``top_groups``
-            groups whose two best scores have the largest sums (DeepSeek-V3, arXiv 2412.19437). Default 1 and 1.
+        expert_groups, top_expert_groups: experts come in ``expert_groups`` equal groups, and a token's experts are in
+            the ``top_expert_groups`` of them whose two best scores have the largest sums (DeepSeek-V3, arXiv
+            2412.19437). Default 1 and 1.
         correction: whether a buffer, which only `gate.adjust_correction` changes, is added to the scores when experts
-            are chosen, not to their weights. Default False.
-        group: ranks that share the experts, each with as equal a part of them as possible, for tokens of their own
-            (expert parallelism); see `cuda_ext.mixture_of_experts`. Router and shared experts are on all ranks. Default
-            None: all are here.
+            are chosen, not to their weights. It stays float32. Default False.
+        group: a process group of ranks that share the experts, each with as equal a part of them as possible, for
+            tokens of their own (expert parallelism); see `cuda_ext.mixture_of_experts`. Router and shared experts are
+            on all ranks. Copies of the layer share the group; it cannot be pickled. Default None: all are here.
         shared_hidden_features: the size of the hidden layer of an MLP for all tokens, whose output is added. Default 0,
             none.
         device, dtype: of the parameters. float16, bfloat16, float32 or float64.
@@ -255,8 +285,8 @@ class MixtureOfExperts(nn.Module):
     ``gate.e_score_correction_bias``, ``shared_experts.*``, as in transformers' Mixtral, Qwen3-MoE and DeepSeek-V3.
 
     Raises:
-        ValueError: numbers of experts or groups that do not fit, or an unknown `scoring`.
-        RuntimeError: an unknown activation.
+        ValueError: numbers of experts or of their groups that do not fit, or an unknown `scoring`.
+        RuntimeError: an unknown activation; from pickle and `torch.save`, with a process group.
 
     Example::
 
@@ -278,8 +308,8 @@ class MixtureOfExperts(nn.Module):
         scoring: str = "softmax",
         normalize: bool = True,
         scale: float = 1.0,
-        groups: int = 1,
-        top_groups: int = 1,
+        expert_groups: int = 1,
+        top_expert_groups: int = 1,
         correction: bool = False,
         group: dist.ProcessGroup | None = None,
         shared_hidden_features: int = 0,
@@ -296,8 +326,8 @@ class MixtureOfExperts(nn.Module):
             scoring=scoring,
             normalize=normalize,
             scale=scale,
-            groups=groups,
-            top_groups=top_groups,
+            expert_groups=expert_groups,
+            top_expert_groups=top_expert_groups,
             correction=correction,
             **factory,
         )
