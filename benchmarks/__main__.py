@@ -1,7 +1,7 @@
 """Measures cuda_ext against its baselines, interleaved in one process, and shows the results.
 
     python -m benchmarks                        # all suites, on the GPU if there is one
-    python -m benchmarks gemm attention         # some of: gemm attention masks loss experts bucket train overhead
+    python -m benchmarks gemm attention         # some of: gemm attention masks loss experts fp8 bucket train overhead
                                                 #   build plans
     python -m benchmarks report DIR             # writes an HTML page from any results
     python -m benchmarks compare OLD NEW        # lists what became slower, beyond noise

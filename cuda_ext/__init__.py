@@ -3,6 +3,7 @@
     import cuda_ext
     cuda_ext.gemm, cuda_ext.linear, cuda_ext.gated_linear, cuda_ext.mlp, cuda_ext.gated_mlp
     cuda_ext.grouped_mm             # products of groups of rows, each with its own matrix: mixtures of experts
+    cuda_ext.scaled_mm, cuda_ext.fp8    # products of operands in FP8, and linear layers that train in it
     cuda_ext.mixture_of_experts     # the MLPs of each token's experts, and their weighted sum
     cuda_ext.gemm_plan              # what a product would run on a GPU, and why
     cuda_ext.tuning                 # measures which plan of a product is the fastest, when asked
@@ -31,10 +32,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cuda_ext import bucket, compat, dev, distributed, info, integrations, nn, ops, testing, tuning
+    from cuda_ext import bucket, compat, dev, distributed, fp8, info, integrations, nn, ops, testing, tuning
     from cuda_ext._experts import mixture_of_experts
     from cuda_ext._gemm import batch_invariant, gated_linear, gated_mlp, gemm, linear, mlp
     from cuda_ext._grouped_mm import grouped_mm
+    from cuda_ext._scaled_mm import scaled_mm
     from cuda_ext.attention import flash_attention, flash_attention_varlen
     from cuda_ext.block_mask import BlockMask
     from cuda_ext.integrations.patching import patch, unpatch
@@ -56,6 +58,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_varlen",
     "flash_attention_with_kvcache",
+    "fp8",
     "gated_linear",
     "gated_mlp",
     "gemm",
@@ -72,6 +75,7 @@ __all__ = [
     "nn",
     "ops",
     "patch",
+    "scaled_mm",
     "testing",
     "tuning",
     "unpatch",
@@ -96,6 +100,7 @@ _MODULE_OF = {
     "mixture_of_experts": "_experts",
     "mlp": "_gemm",
     "patch": "integrations.patching",
+    "scaled_mm": "_scaled_mm",
     "unpatch": "integrations.patching",
 }
 

@@ -34,6 +34,7 @@ from benchmarks.suites import (
     bench_bucket,
     bench_build,
     bench_experts,
+    bench_fp8,
     bench_gemm,
     bench_loss,
     bench_masks,
@@ -50,6 +51,7 @@ SUITES = {
     "attention": bench_attention,
     "loss": bench_loss,
     "experts": bench_experts,
+    "fp8": bench_fp8,
     "masks": bench_masks,
     "bucket": bench_bucket,
     "train": bench_train,
@@ -427,6 +429,12 @@ SMALL_CASES = [
         for dtype in ("float32", "bfloat16")
         for trains in (False, True)
     ),
+    *(
+        make("cpu", recipe, 40, 30, 64)
+        for make in (bench_fp8.product, bench_fp8.layer)
+        for recipe in bench_fp8.SCALINGS
+    ),
+    bench_fp8.quantised("cpu", 30, 70),
 ]
 
 
@@ -466,7 +474,7 @@ class TestCases:
             bench_build._seconds([sys.executable, "-c", "import time; time.sleep(9)"], ROOT, {}, limit=1)
 
     @pytest.mark.parametrize("device", ["cpu", "cuda"])
-    @pytest.mark.parametrize("suite", ["gemm", "attention", "loss", "experts", "bucket", "train", "build"])
+    @pytest.mark.parametrize("suite", ["gemm", "attention", "loss", "experts", "fp8", "bucket", "train", "build"])
     def test_names_of_cases_are_unique(self, suite: str, device: str) -> None:
         cases = list(SUITES[suite].cases(device))
         names = [(c.op, c.phase, c.name, c.dtype, c.group) for c in cases]
@@ -598,7 +606,7 @@ class TestCommand:
         [
             (
                 ["gem"],
-                "expected suites of gemm, attention, masks, loss, experts, bucket, train, overhead, build, plans, "
+                "expected suites of gemm, attention, masks, loss, experts, fp8, bucket, train, overhead, build, plans, "
                 "got gem",
             ),
             (["--only", "("], "expected a regular expression"),

@@ -511,7 +511,7 @@ def test_cases_out_of_time_have_not_failed(tmp_path: Path) -> None:
     assert result.passed and not result.failing and len(result.vanished) == 6
     write(tmp_path / "cpu" / "2026-11-20.jsonl", measurements)
     text = readme.page(tmp_path)
-    assert "| bucket |" not in text and "Not measured yet on this device: masks, loss, experts, bucket." in text
+    assert "| bucket |" not in text and "Not measured yet on this device: masks, loss, experts, fp8, bucket." in text
     assert not [text for text in texts(plots.figures(measurements)["ratios"]) if "bucket" in text]
     lines = ["".join(cell.text for cell in line) for line in table.lines(measurements, 100)]
     assert lines[lines.index("bucket") + 1 :][:2] == ["  cuda_ext, 6 cases: out of time", ""]
@@ -547,7 +547,9 @@ def table_of(text: str, suite: str) -> dict[str, dict[str, str]]:
 
 def test_results_page_says_what_was_measured(results_folder: Path, cpu: list[Measurement]) -> None:
     text = readme.page(results_folder)
-    assert "Not measured yet on this device: attention, masks, loss, experts, bucket, train, overhead, build." in text
+    assert (
+        "Not measured yet on this device: attention, masks, loss, experts, fp8, bucket, train, overhead, build." in text
+    )
     for (suite, dtype, side), (mean, count) in geometric_means(cpu).items():
         if side in REFERENCES:
             continue

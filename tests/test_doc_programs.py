@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-PAGES = ("export", "transformers", "sdpa", "flex", "patch", "loss", "experts")
+PAGES = ("export", "transformers", "sdpa", "flex", "patch", "loss", "experts", "fp8")
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -71,6 +71,17 @@ def test_train_packed(mask: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.sampled
+def test_train_fp8(tmp_path: Path) -> None:
+    runs, last = run("train_fp8", tmp_path, *TINY, "--features", "64", "--layers", "1")
+    losses = runs.losses
+    assert list(losses) == list(last) == ["bfloat16", "tensorwise", "rowwise", "blockwise"]
+    for recipe in list(losses)[1:]:
+        assert losses[recipe] != losses["bfloat16"]
+        assert_same_losses(losses["bfloat16"], losses[recipe], rtol=0.02)  # 4 bits, in a mean of 128 losses
+    assert (tmp_path / "train_fp8.png").exists()
+
+
+@pytest.mark.sampled
 def test_lightning_training(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     losses = run("lightning_training", tmp_path, *TINY)

@@ -814,7 +814,7 @@ def test_stages_refer_to_existing_files(table) -> None:
     assert len(set(names)) == len(names)
     on_gpu = table is stage_table.stages_on_gpu
     first, profile, more = (["first-tests"], ["profile"], ("train", "overhead", "plans")) if on_gpu else ([], [], ())
-    more_suites = ["masks", "loss", "experts"] * on_gpu
+    more_suites = ["masks", "loss", "experts", "fp8"] * on_gpu
     later = [*first, "benchmarks", *profile, "tests", "memcheck", "racecheck"]
     assert names == ["environment", "build", *([] if on_gpu else ["emulator"]), "conformance", "correct", *later]
     (measures,) = [stage for stage in stages if stage.parts]

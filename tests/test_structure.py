@@ -49,7 +49,7 @@ PARTS = {part: set(uses.split(", ")) - {""} for parts in LAYERS.values() for par
 FILES = {
     "prediction": "cuda_ext/distributed/prediction",
     "bucketing": "cuda_ext/distributed/bucketing",
-    "public ops": "cuda_ext/{_gemm,_grouped_mm,_experts,attention,kvcache,loss,bucket,ops}.py",
+    "public ops": "cuda_ext/{_gemm,_grouped_mm,_scaled_mm,_experts,fp8,attention,kvcache,loss,bucket,ops}.py",
     "rules": "cuda_ext/_rules",
     "support": "cuda_ext/{_*,block_mask,dev,info}.py",
 }
@@ -109,11 +109,14 @@ def imports(path: Path, known: set[str], *, typing: bool = False) -> Iterator[tu
                 yield (submodule, "") if submodule in known else (node.module or "", alias.name)
 
 
+PUBLIC_OPS = FILES["public ops"].partition("{")[2].partition("}")[0].split(",")
+
+
 def part_of_module(module: str) -> str:
     _, name, *inner = module.split(".")
     if inner and inner[0] in ("bucketing", "prediction"):
         return inner[0]
-    if name in ("_gemm", "_grouped_mm", "_experts", "attention", "kvcache", "loss", "bucket", "ops"):
+    if name in PUBLIC_OPS:
         return "public ops"
     return name.removeprefix("_") if name.removeprefix("_") in PARTS else "support"
 

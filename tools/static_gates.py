@@ -120,6 +120,16 @@ RULES = (
     replace(WGMMA, name=r"gemm_sm90<.*GemmConfig{\d+, \d+, \d+, \w+, true", contains=WGMMA.contains[:3]),
     replace(WGMMA, name="gemm_sm90<Gemm<float", contains=WGMMA.contains[:4]),
     replace(WGMMA, name="gemm_sm90"),
+    # A consumer adds each k tile to its sums before it issues the next: the other one multiplies meanwhile.
+    replace(
+        WGMMA,
+        name="scaled_gemm_sm90",
+        contains=("QGMMA", *WGMMA.contains[1:]),
+        lead=None,
+        pause=None,
+        gap=None,
+        registers_from="gemm/scaled_gemm_sm90.cuh",
+    ),
     # Here ptxas moves the softmax after the wait, so that only the other consumer's products overlap it.
     replace(ATTENTION_WGMMA, name=r"attention_fwd_sm90<Forward<\w+, ForwardConfig{256, 256, \d+, 80", overlap=0),
     replace(ATTENTION_WGMMA, name=r"attention_fwd_sm90<Forward<\w+, ForwardConfig{256", overlap=30),
@@ -162,10 +172,10 @@ RULES = (
 )
 
 # Opcodes that characterize a kernel, in the order of its record.
-SHOWN = [*("HGMMA", "HMMA", "FFMA", "DFMA", "UTMALDG", "UTMASTG", "STSM"), *("LDGSTS", "LDSM")]
+SHOWN = [*("HGMMA", "QGMMA", "HMMA", "FFMA", "DFMA", "UTMALDG", "UTMASTG", "STSM"), *("LDGSTS", "LDSM")]
 SHOWN += ["LDS", "STS", "LDG", "STG", "BAR"]
 NOTHING = {"MOV", "LDC", "EXIT", "BRA", "NOP"}  # the opcodes of a kernel that returns at once
-PRODUCTS_AND_COPIES = {"HGMMA", "HMMA", "UTMALDG", "UTMASTG", "STSM", "LDGSTS", "LDSM"}
+PRODUCTS_AND_COPIES = {"HGMMA", "QGMMA", "HMMA", "UTMALDG", "UTMASTG", "STSM", "LDGSTS", "LDSM"}
 
 
 @dataclass
@@ -477,8 +487,9 @@ def wgmma_faults(kernel: Kernel, steps: int) -> list[str]:
     product = re.compile(r"GMMA\.\S+ (R\d+), (\S+?), (?:gdesc\S+ )?(\w+)")  # the sums, a, and the sums they add to
     found = []
     waited = sum("GMMA." in text for group in kernel.groups for text in group)
-    if waited < kernel.count("HGMMA"):
-        found.append(f"expected a wait for all {kernel.count('HGMMA')} products, got one for {waited}")
+    issued = kernel.count("HGMMA") + kernel.count("QGMMA")
+    if waited < issued:
+        found.append(f"expected a wait for all {issued} products, got one for {waited}")
     moved, loaded, signals, branches, counts = [], [], [], [], []
     for group in kernel.groups:
         products = [text for text in group if "GMMA." in text]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from cuda_ext import testing, tuning
+from cuda_ext import fp8, testing, tuning
 from cuda_ext._activations import ACTIVATIONS
 
 # name -> (actual, expected).
@@ -263,6 +263,44 @@ def epilogue_cases(large: bool) -> Iterator[Case]:
     yield "batch-invariant 140 x 72 x 1000", partial(invariant, 140, 72, 1000)
 
 
+# In FP8
+
+
+def scaled(m: int, n: int, k: int, recipes: tuple[str, str], formats: tuple[torch.dtype, torch.dtype]) -> Results:
+    (left, right), (of_left, of_right) = recipes, formats
+    a, scale_a = fp8.quantize(torch.randn(m, k), left, dtype=of_left)
+    b, scale_b = fp8.quantize(torch.randn(n, k), right, dtype=of_right)
+
+    def run(a: Tensor, b: Tensor, dtype: torch.dtype = BFLOAT16) -> Tensor:
+        return cuda_ext.scaled_mm(a, b.t(), scale_a, left, scale_b.t(), right, output_dtype=dtype)
+
+    exact = testing.reference_scaled_mm(a, b.t(), scale_a, left, scale_b.t(), right)
+    results = {name_of(dtype): (run(a, b, dtype), exact) for dtype in (BFLOAT16, FLOAT16, FLOAT32)}
+    return results | again(run, a, b)
+
+
+def scaled_cases(large: bool) -> Iterator[Case]:
+    """Both tile shapes of the kernel on wgmma, tails in all dims, each format, each recipe."""
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    blocks = ("BlockWise1x128", "BlockWise128x128")
+    for recipes, formats, (m, n, k) in (
+        (("TensorWise", "TensorWise"), (e4m3, e4m3), (256, 256, 512)),
+        (blocks, (e4m3, e4m3), (328, 264, 400)),
+        *(
+            (
+                (("RowWise", "RowWise"), (e4m3, e5m2), (61, 130, 300)),
+                (("RowWise", "RowWise"), (e5m2, e4m3), (1000, 2056, 1000)),
+                ((blocks[0], blocks[0]), (e5m2, e5m2), (520, 392, 1480)),
+                (blocks, (e4m3, e4m3), (4104, 4096, 4096)),  # several tiles for each block
+            )
+            if large
+            else ()
+        ),
+    ):
+        words = f"{' '.join(dict.fromkeys(recipes))} {' '.join(name_of(format) for format in formats)}"
+        yield f"scaled_mm {words} {m} x {n} x {k}", partial(scaled, m, n, k, recipes, formats)
+
+
 def gemm_cases(large: bool) -> Iterator[Case]:
     """The simplest first; then the products with gradients, whose plans are chosen by size."""
     yield from plan_cases(large)
@@ -273,6 +311,7 @@ def gemm_cases(large: bool) -> Iterator[Case]:
     yield "gemm float32 nn 72 x 40 x 64", partial(gemm, 72, 40, 64, FLOAT32)
     yield "gemm tf32 nn 72 x 40 x 64", partial(in_tf32, partial(gemm, 72, 40, 64, FLOAT32))
     yield from epilogue_cases(large)
+    yield from scaled_cases(large)
     if large:  # whole tiles, many waves, split k
         for m, n, k in ((1024, 1024, 1024), (4096, 2048, 1024), (64, 1024, 8192), (1000, 1000, 1000)):
             yield f"gemm bfloat16 nn {m} x {n} x {k}", partial(gemm, m, n, k, BFLOAT16)

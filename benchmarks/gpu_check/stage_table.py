@@ -92,7 +92,7 @@ def build_seconds(cores: int) -> float:
     return 40 + max(60, sum(seconds[path.suffix] for path in sources) / cores)
 
 
-MEASURED = ("gemm", "attention", "masks", "loss", "experts", "bucket", "train")
+MEASURED = ("gemm", "attention", "masks", "loss", "experts", "fp8", "bucket", "train")
 
 
 def stages_on_gpu(cores: int) -> list[Stage]:
@@ -147,7 +147,7 @@ def stages_on_gpu(cores: int) -> list[Stage]:
         benchmark_stage(
             "cuda",
             150,
-            ("gemm", "attention", "masks", "loss", "experts", "bucket", "train", "overhead", "plans"),
+            ("gemm", "attention", "masks", "loss", "experts", "fp8", "bucket", "train", "overhead", "plans"),
             "--without",
             SLOW,
         ),

@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.presentation.formatting import heading
 from benchmarks.results import OURS, OUT_OF_TIME, Measurement, ResultsError, by_case, read
 
-SUITES = ("gemm", "attention", "masks", "loss", "experts", "bucket", "train", "overhead", "build")
+SUITES = ("gemm", "attention", "masks", "loss", "experts", "fp8", "bucket", "train", "overhead", "build")
 DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "")
 NO_REASON = "no time, and no reason given"
 

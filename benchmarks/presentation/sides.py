@@ -13,6 +13,7 @@ MEANINGS = {
     "a loop": "a product after the other",
     "transformers, grouped_mm": 'the experts of transformers\' Mixtral, `experts_implementation="grouped_mm"`',
     "transformers, eager": "the same with a loop over experts",
+    "F.linear, bfloat16": "the layer in bfloat16",
     "passes": "PyTorch calls with the same result: copy, then scale and overflow check, then norm",
     "foreach": "`torch._foreach_copy_` only: no scale, check or norm",
     "copy_": "one `copy_` of as many bytes: no scale, check or norm",

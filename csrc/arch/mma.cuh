@@ -5,8 +5,11 @@
 //   B (16 x 8):  b[0] = (k = 2t..2t+1, n = g)            b[1] = (k = 2t+8.., n = g)
 //   D (16 x 8):  d[0], d[1] = (g, 2t), (g, 2t+1)         d[2], d[3] = (g+8, ..)
 //   tf32, k = 8: a[0] = (g, t)  a[1] = (g+8, t)  a[2] = (g, t+4)  a[3] = (g+8, t+4);  b[0] = (t, g)  b[1] = (t+4, g)
+//   8 bits, k = 32: a[0] = (g, 4t..4t+3)  a[1] = (g+8, ..)  a[2] = (g, 4t+16..)  a[3] = (g+8, 4t+16..)
+//                   b[0] = (k = 4t..4t+3, n = g)  b[1] = (k = 4t+16.., n = g), as bytes from the lowest
 // The tensor cores of sm_75 multiply only float16, 8 deep. There the same calls take two instructions for float16, and
 // float32 arithmetic for bfloat16 and float32, several times slower than a kernel made for it would be.
+// Products of 8-bit floats exist since sm_89; for older architectures they do not compile.
 #pragma once
 
 #include "arch/math.cuh"
@@ -99,6 +102,15 @@ DEVICE void issue_mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #endif
 }
+template <class A, class B>
+DEVICE void issue_mma_m16n8k32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site = {}) {
+#if __CUDA_ARCH__ >= 890
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.%10.%11.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "C"(Float8Name<A>::value),
+                 "C"(Float8Name<B>::value));
+#endif
+}
 // float16, with a (16 x 8): a0 = (g, 2t..2t+1), a1 = (g+8, ..), and b (8 x 8): (k = 2t..2t+1, n = g).
 DEVICE void issue_mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b, Site = {}) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
@@ -125,6 +137,10 @@ DEVICE void issue_mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint
 }
 DEVICE void issue_mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site = {}) {
   simt::mma_m16n8k8_tf32(d, a, b, site);
+}
+template <class A, class B>
+DEVICE void issue_mma_m16n8k32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site = {}) {
+  simt::mma_m16n8k32(simt::matrix_type<A>(), simt::matrix_type<B>(), d, a, b, site);
 }
 DEVICE void issue_mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b, Site site = {}) {
   simt::mma_m16n8k8(d, a0, a1, b, site);
@@ -183,6 +199,16 @@ DEVICE void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32
     issue_mma_m16n8k8_tf32(d, a, b, site);
   else
     mma_in_float32<float>(d, a, b, site);
+}
+
+// Whether there are products of 8-bit floats. A kernel that is compiled for other architectures too asks in an if
+// constexpr. (In the emulator, a device that lacks them fails.)
+DEVICE constexpr bool has_float8_mma() { return kComputeCapability == 0 || kComputeCapability >= 89; }
+// d += A (16 x 32) @ B (32 x 8). A, B: float8_e4m3_t or float8_e5m2_t.
+template <class A, class B>
+DEVICE void mma_m16n8k32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site = {}) {
+  static_assert(sizeof(A) == 1 && sizeof(B) == 1 && has_float8_mma(), "products of 8-bit floats need sm_89 or later");
+  issue_mma_m16n8k32<A, B>(d, a, b, site);
 }
 
 }  // namespace cuda_ext::arch

@@ -1,8 +1,8 @@
 // wgmma: asynchronous tensor core products of a warpgroup, 128 threads aligned to 128 (sm_90a).
 //
-// d (64, N) = A (64, K) @ B (K, N) + scale_d * d, where K is 32 bytes: 16 elements of float16 or bfloat16, 8 of tf32. B
-// is read from shared memory through a descriptor, A from there or from registers. What threads wrote to shared memory
-// needs fence_async_shared first.
+// d (64, N) = A (64, K) @ B (K, N) + scale_d * d, where K is 32 bytes: 32 elements of 8-bit floats, 16 of float16 or
+// bfloat16, 8 of tf32. B is read from shared memory through a descriptor, A from there or, if it is of 16 bits, from
+// registers. What threads wrote to shared memory needs fence_async_shared first.
 //   wgmma_fence(d, a)    orders earlier writes to registers (accumulators, fragments of A) before products; needed
 //                        before the first product after a wait, and in each group before the first product on
 //                        accumulators without products in flight
@@ -15,12 +15,13 @@
 #pragma once
 
 #include "arch/barrier.cuh"
+#include "arch/math.cuh"
 
 namespace cuda_ext::arch {
 
 enum class Swizzle { kNone = 0, k128 = 1, k64 = 2, k32 = 3 };
 
-// Operands are K-major (contiguous along K) or MN-major; tf32 operands must be K-major.
+// Operands are K-major (contiguous along K) or MN-major; only those of 16 bits may be MN-major.
 enum class Major { kK, kMn };
 
 // The layout of an operand in shared memory. It consists of atoms of 8 rows of W bytes, where W is the swizzle's width,
@@ -81,6 +82,13 @@ struct WgmmaTypeName<half_t> {
                    : CUDA_EXT_D##n                                                                                     \
                    : "l"(a), "l"(b), "r"(scale_d));                                                                    \
     }                                                                                                                  \
+    template <class A, class B>                                                                                        \
+    static DEVICE void float8(float (&d)[n / 2], uint64_t a, uint64_t b, int scale_d) {                                \
+      asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, " p2 ", 0;\n wgmma.mma_async.sync.aligned.m64n" #n              \
+                   "k32.f32." p3 "." p4 " {" CUDA_EXT_P##n "}, " p0 ", " p1 ", p, 1, 1;\n}"                            \
+                   : CUDA_EXT_D##n                                                                                     \
+                   : "l"(a), "l"(b), "r"(scale_d), "C"(Float8Name<A>::value), "C"(Float8Name<B>::value));              \
+    }                                                                                                                  \
   };
 #include "arch/wgmma_registers.inc"
 #undef CUDA_EXT_WGMMA
@@ -104,6 +112,13 @@ DEVICE void wgmma_m64k16(float (&d)[registers], const uint32_t (&a)[4], uint64_t
 template <int registers>
 DEVICE void wgmma_m64k8_tf32(float (&d)[registers], uint64_t a, uint64_t b, int scale_d, Site = {}) {
   CUDA_EXT_SM90A(WgmmaInstruction<2 * registers>::tf32(d, a, b, scale_d);)
+}
+// On 8-bit floats of one type or two (float8_e4m3_t, float8_e5m2_t), both operands K-major. The hardware adds their
+// products with about 14 significant bits (simt/float8_sum.h): a long sum is added to float32 registers in between.
+template <class A, class B, int registers>
+DEVICE void wgmma_m64k32(float (&d)[registers], uint64_t a, uint64_t b, int scale_d, Site = {}) {
+  static_assert(sizeof(A) == 1 && sizeof(B) == 1);
+  CUDA_EXT_SM90A(WgmmaInstruction<2 * registers>::template float8<A, B>(d, a, b, scale_d);)
 }
 
 // Keeps the compiler from moving accesses to these registers (float or uint32_t) across this point.
@@ -164,20 +179,28 @@ DEVICE void decrease_registers(Site = {}) {
 template <class T, Major a_major, Major b_major, int registers>
 DEVICE void wgmma_m64k16(float (&d)[registers], uint64_t a, uint64_t b, int scale_d, Site site = {}) {
   static_assert(registers % 4 == 0 && registers >= 4 && registers <= 128);
-  constexpr auto type = DtypeOf<T>::value == Dtype::kFloat16 ? simt::WgmmaType::kFloat16 : simt::WgmmaType::kBFloat16;
-  simt::wgmma(d, {type, 2 * registers, nullptr, a, b, a_major == Major::kMn, b_major == Major::kMn, scale_d != 0},
+  constexpr auto type = simt::matrix_type<T>();
+  simt::wgmma(d, {type, type, 2 * registers, nullptr, a, b, a_major == Major::kMn, b_major == Major::kMn, scale_d != 0},
               site);
 }
 template <class T, Major b_major, int registers>
 DEVICE void wgmma_m64k16(float (&d)[registers], const uint32_t (&a)[4], uint64_t b, int scale_d, Site site = {}) {
   static_assert(registers % 4 == 0 && registers >= 4 && registers <= 128);
-  constexpr auto type = DtypeOf<T>::value == Dtype::kFloat16 ? simt::WgmmaType::kFloat16 : simt::WgmmaType::kBFloat16;
-  simt::wgmma(d, {type, 2 * registers, a, 0, b, false, b_major == Major::kMn, scale_d != 0}, site);
+  constexpr auto type = simt::matrix_type<T>();
+  simt::wgmma(d, {type, type, 2 * registers, a, 0, b, false, b_major == Major::kMn, scale_d != 0}, site);
 }
 template <int registers>
 DEVICE void wgmma_m64k8_tf32(float (&d)[registers], uint64_t a, uint64_t b, int scale_d, Site site = {}) {
   static_assert(registers % 4 == 0 && registers >= 4 && registers <= 128);
-  simt::wgmma(d, {simt::WgmmaType::kTf32, 2 * registers, nullptr, a, b, false, false, scale_d != 0}, site);
+  constexpr auto type = simt::MatrixType::kTf32;
+  simt::wgmma(d, {type, type, 2 * registers, nullptr, a, b, false, false, scale_d != 0}, site);
+}
+template <class A, class B, int registers>
+DEVICE void wgmma_m64k32(float (&d)[registers], uint64_t a, uint64_t b, int scale_d, Site site = {}) {
+  static_assert(registers % 4 == 0 && registers >= 4 && registers <= 128 && sizeof(A) == 1 && sizeof(B) == 1);
+  simt::wgmma(
+      d, {simt::matrix_type<A>(), simt::matrix_type<B>(), 2 * registers, nullptr, a, b, false, false, scale_d != 0},
+      site);
 }
 DEVICE void wgmma_fence(Site site = {}) { simt::wgmma_fence(site); }
 template <class D>

@@ -5,7 +5,7 @@
 
 namespace cuda_ext {
 
-enum class Dtype : uint8_t { kFloat32, kFloat16, kBFloat16, kFloat64 };
+enum class Dtype : uint8_t { kFloat32, kFloat16, kBFloat16, kFloat64, kFloat8E4M3, kFloat8E5M2 };
 
 // Storage types only: loads convert to float, in which arithmetic is done (cpu/simd.h on the host, arch/ on the
 // device).
@@ -15,8 +15,19 @@ struct half_t {
 struct bfloat16_t {
   uint16_t bits;
 };
+// 8 bits, of scaled products only (Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433). E4M3 has no
+// infinity, and one NaN of each sign; E5M2 is the upper half of a float16.
+struct float8_e4m3_t {
+  uint8_t bits;
+};
+struct float8_e5m2_t {
+  uint8_t bits;
+};
 
-constexpr int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2; }
+constexpr bool is_float8(Dtype dtype) { return dtype == Dtype::kFloat8E4M3 || dtype == Dtype::kFloat8E5M2; }
+constexpr int64_t size_of(Dtype dtype) {
+  return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : is_float8(dtype) ? 1 : 2;
+}
 
 template <class T>
 struct DtypeOf;
@@ -35,6 +46,14 @@ struct DtypeOf<bfloat16_t> {
 template <>
 struct DtypeOf<double> {
   static constexpr Dtype value = Dtype::kFloat64;
+};
+template <>
+struct DtypeOf<float8_e4m3_t> {
+  static constexpr Dtype value = Dtype::kFloat8E4M3;
+};
+template <>
+struct DtypeOf<float8_e5m2_t> {
+  static constexpr Dtype value = Dtype::kFloat8E5M2;
 };
 
 // float64 is computed in float64 (it is for checking gradients), all other types in float32.

@@ -206,6 +206,28 @@ CUDA_EXT_INLINE Vec<float> load(const half_t* p) {
   return from_bits<half_t>(*reinterpret_cast<const UnalignedHalfWords*>(p));
 }
 
+typedef uint8_t Bytes __attribute__((vector_size(kVectorBytes / 4)));
+typedef uint8_t UnalignedBytes __attribute__((vector_size(kVectorBytes / 4), aligned(1), may_alias));
+
+CUDA_EXT_INLINE Words widen(Bytes bytes) {
+#if CUDA_EXT_INTRINSIC_BYTES == 64
+  return (Words)_mm512_cvtepu8_epi32((__m128i)bytes);
+#elif CUDA_EXT_INTRINSIC_BYTES == 32
+  return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(&bytes)));
+#else
+  return __builtin_convertvector(bytes, Words);
+#endif
+}
+// Shifted into float's exponent field, a number is too small by the ratio of the biases; also if subnormal.
+CUDA_EXT_INLINE Vec<float> load(const float8_e4m3_t* p) {
+  const Words bits = widen(*reinterpret_cast<const UnalignedBytes*>(p)), magnitude = bits & 0x7f;
+  const Words value = (Words)((Vec<float>)(magnitude << 20) * 0x1p120f);
+  return (Vec<float>)((bits & 0x80) << 24 | (magnitude == 0x7f ? Words{} + 0x7fc00000 : value));
+}
+CUDA_EXT_INLINE Vec<float> load(const float8_e5m2_t* p) {
+  return from_bits<half_t>(__builtin_convertvector(*reinterpret_cast<const UnalignedBytes*>(p), HalfWords) << 8);
+}
+
 CUDA_EXT_INLINE void store(float* p, Vec<float> v) { *reinterpret_cast<Lanes<float>::Unaligned*>(p) = v; }
 CUDA_EXT_INLINE void store(double* p, Vec<double> v) { *reinterpret_cast<Lanes<double>::Unaligned*>(p) = v; }
 

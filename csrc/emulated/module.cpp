@@ -61,6 +61,9 @@ PYBIND11_MODULE(_simt, m) {
   m.def("configure", configure, py::arg("compute_capability"), py::arg("lazy"), py::arg("pct"), py::arg("seed"),
         py::arg("check_races"), py::arg("ordered_sums"), py::arg("threads"), py::arg("skip"), py::arg("processors"),
         "Sets the options of later launches; see csrc/simt/options.h.");
+  m.def(
+      "set_float8_sum_bits", [](int bits) { simt::options().float8_sum_bits = bits; }, py::arg("bits"),
+      "Of later launches, until the next call of configure; see csrc/simt/float8_sum.h.");
   bind_choices(m);
   m.def("counters", counters, "Counters of the launches since the last reset.");
   m.def("reset_counters", simt::reset_counters);

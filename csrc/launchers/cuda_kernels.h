@@ -8,6 +8,7 @@
 #include "bucket/symmetric_cuda.h"
 #include "gemm/gemm_cuda.h"
 #include "gemm/gemm_passes.h"
+#include "gemm/scaled_gemm_cuda.h"
 #include "loss/loss_cuda.h"
 
 namespace cuda_ext {
@@ -22,6 +23,8 @@ struct CudaKernels {
   void (*gemm)(const GemmParams&, const AllocateWorkspace&, void* stream, Float32Product, const Restriction&);
   sm90::GemmChoice (*choose_gemm_sm90)(const GemmParams&, Float32Product, const Restriction&);
   rt::Device (*gemm_device)();
+  sm90::ScaledChoice (*choose_scaled_gemm)(const ScaledGemmParams&);
+  void (*scaled_gemm)(const ScaledGemmParams&, const sm90::ScaledPlan&, void* stream);
   void (*activation_grad)(const ActivationGradParams&, const AllocateWorkspace&, void* stream);
   void (*report_wrong_targets)(const LossTargets&, void* stream);
   void (*logit_statistics)(const LogitStatisticsParams&, void* stream);
@@ -48,6 +51,8 @@ inline CudaKernels linked_cuda_kernels() {
       .gemm = launch_gemm_cuda,
       .choose_gemm_sm90 = choose_gemm_sm90,
       .gemm_device = gemm_cuda_device,
+      .choose_scaled_gemm = choose_scaled_gemm_cuda,
+      .scaled_gemm = launch_scaled_gemm_cuda,
       .activation_grad = launch_activation_grad_cuda,
       .report_wrong_targets = launch_report_wrong_targets_cuda,
       .logit_statistics = launch_logit_statistics_cuda,

@@ -46,6 +46,8 @@ inline Dtype to_dtype(at::ScalarType type) {
     case at::kHalf: return Dtype::kFloat16;
     case at::kBFloat16: return Dtype::kBFloat16;
     case at::kDouble: return Dtype::kFloat64;
+    case at::kFloat8_e4m3fn: return Dtype::kFloat8E4M3;
+    case at::kFloat8_e5m2: return Dtype::kFloat8E5M2;
     default: return Dtype::kFloat32;
   }
 }

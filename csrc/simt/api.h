@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "base/dtype.h"
+#include "base/float8.h"
 
 namespace cuda_ext {
 
@@ -76,11 +77,29 @@ void cp_async(SharedAddress shared, const void* global, int bytes, int valid, Si
 void cp_async_commit(Site site);
 void cp_async_wait(int pending, Site site);
 
+// Types of the operands of matrix products.
+enum class MatrixType : uint8_t { kFloat16, kBFloat16, kTf32, kFloat8E4M3, kFloat8E5M2 };
+constexpr int bytes_of(MatrixType type) {
+  return type == MatrixType::kTf32 ? 4 : type == MatrixType::kFloat16 || type == MatrixType::kBFloat16 ? 2 : 1;
+}
+template <class T>
+constexpr MatrixType matrix_type() {
+  switch (DtypeOf<T>::value) {
+    case Dtype::kFloat16: return MatrixType::kFloat16;
+    case Dtype::kBFloat16: return MatrixType::kBFloat16;
+    case Dtype::kFloat8E4M3: return MatrixType::kFloat8E4M3;
+    case Dtype::kFloat8E5M2: return MatrixType::kFloat8E5M2;
+    default: return MatrixType::kTf32;
+  }
+}
+
 // Matrices in registers.
 void ldmatrix(uint32_t* m, int count, bool transposed, SharedAddress row, Site site);
 void stmatrix(SharedAddress row, const uint32_t* m, int count, bool transposed, Site site);
 void mma_m16n8k16(bool float16, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site);
 void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site);
+void mma_m16n8k32(MatrixType a_type, MatrixType b_type, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                  Site site);                                                      // 8-bit floats
 void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b, Site site);  // float16
 
 // mbarriers.
@@ -119,9 +138,9 @@ void bulk_wait(int pending, bool read_only, Site site);
 
 // wgmma: d (64, n) = A (64, k) @ B (k, n) + (accumulate ? d : 0), where k elements take 32 bytes. `a` is the fragment
 // of A in registers, or null if A is in shared memory at a_descriptor.
-enum class WgmmaType : uint8_t { kFloat16, kBFloat16, kTf32 };
 struct WgmmaOperands {
-  WgmmaType type;
+  MatrixType a_type;
+  MatrixType b_type;  // differs from a_type only between the two types of 8 bits
   int n;
   const uint32_t* a;
   uint64_t a_descriptor;
@@ -157,6 +176,8 @@ inline float to_float(half_t x) {
   // Shifted into float's exponent field, the number is too small by the ratio of the biases, 2^112; also if subnormal.
   return bits_float(sign | float_bits(bits_float(magnitude << 13) * 0x1p112f));
 }
+inline float to_float(float8_e4m3_t x) { return float8_to_float(x); }
+inline float to_float(float8_e5m2_t x) { return float8_to_float(x); }
 inline bfloat16_t to_bfloat16(float x) {
   const uint32_t bits = float_bits(x);
   if (x != x) return {0x7fff};
@@ -170,6 +191,10 @@ inline half_t to_half(float x) {
   if (magnitude < 0x38800000)  // adding 0.5 aligns the subnormal's last place with float's
     return {uint16_t(sign | (float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000))};
   return {uint16_t(sign | ((magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13))};
+}
+template <class T>
+T to_float8(float x) {  // saturates: no number becomes infinity
+  return float_to_float8<T>(x);
 }
 inline uint32_t to_tf32(float x) {
   const uint32_t bits = float_bits(x);

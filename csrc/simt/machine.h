@@ -42,6 +42,7 @@ class Machine {
   const Geometry& geometry() const { return geometry_; }
   MemoryGuard& guard() { return guard_; }
   bool ordered_sums() const { return options_.ordered_sums; }
+  int float8_sum_bits() const { return options_.float8_sum_bits; }
   bool lazy() const { return options_.completion == Completion::kLazy; }
   Checker* checker() { return checker_.get(); }
   uint64_t& count(Count what) { return counters_[size_t(what)]; }
@@ -102,6 +103,11 @@ class Machine {
   void require_wgmma(const char* instruction, Site site) {
     const int capability = options_.compute_capability;
     if (capability != 90 && capability != 80) refuse_instruction(instruction, site);
+  }
+  // Products of 8-bit floats in registers are of sm_89 and later, and of the default device.
+  void require_float8(const char* instruction, Site site) {
+    const int capability = options_.compute_capability;
+    if (capability != 80 && capability < 89) refuse_instruction(instruction, site);
   }
   Instruction global_access{nullptr, kNoSite};  // that the emulator is executing; for faults
   // Ends the launch after a segmentation fault of the current fiber.

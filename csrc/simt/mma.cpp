@@ -2,8 +2,9 @@
 #include <algorithm>
 
 #include "simt/checker.h"
+#include "simt/float8_sum.h"
 
-// Compiles matrix products for several instruction sets. Products of 16-bit and tf32 operands are exact in float32, so
+// Compiles matrix products for several instruction sets. Products of operands of these types are exact in float32, so
 // fused and separate multiply-adds give the same bits.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define CUDA_EXT_SIMT_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -93,10 +94,10 @@ struct MmaArguments {
   const uint32_t* b;
 };
 
-enum class MmaType { kFloat16, kBFloat16, kTf32 };
+constexpr int kMaxK = 32;
 
 // k of a product of two registers of A by one of B.
-int half_depth(MmaType type) { return type == MmaType::kTf32 ? 4 : 8; }
+int half_depth(MatrixType type) { return kRowBytes / bytes_of(type); }
 
 // The fragments of all lanes of a warp. Register i of lanes 0 to 31, in this order, is an 8-row matrix with rows of 16
 // bytes: part of A, part of B transposed, or pairs of columns of D.
@@ -107,18 +108,29 @@ struct MmaFragments {
 };
 
 // out[row * row_step + i * step] = element i of row `row` of the matrix in `words`.
-inline void convert(MmaType type, const uint32_t (&words)[kLanes], float* out, int row_step, int step) {
+inline void convert(MatrixType type, const uint32_t (&words)[kLanes], float* out, int row_step, int step) {
   constexpr int kRowHalves = kRowBytes / 2, kRowWords = kRowBytes / 4;
-  if (type == MmaType::kTf32) {
+  if (type == MatrixType::kTf32) {
     for (int row = 0; row < kRows; ++row)
       for (int i = 0; i < kRowWords; ++i)  // the hardware ignores the low 13 bits
         out[row * row_step + i * step] = bits_float(words[row * kRowWords + i] & ~uint32_t(0x1fff));
     return;
   }
+  if (bytes_of(type) == 1) {
+    uint8_t bytes[kRows * kRowBytes];
+    std::memcpy(bytes, words, sizeof bytes);
+    for (int row = 0; row < kRows; ++row)
+      for (int i = 0; i < kRowBytes; ++i) {
+        const uint8_t bits = bytes[row * kRowBytes + i];
+        out[row * row_step + i * step] =
+            type == MatrixType::kFloat8E4M3 ? to_float(float8_e4m3_t{bits}) : to_float(float8_e5m2_t{bits});
+      }
+    return;
+  }
   uint16_t halves[kRows * kRowHalves];
   std::memcpy(halves, words, sizeof halves);
   float values[kRows * kRowHalves];
-  if (type == MmaType::kFloat16)
+  if (type == MatrixType::kFloat16)
     for (int i = 0; i < kRows * kRowHalves; ++i) values[i] = to_float(half_t{halves[i]});
   else
     for (int i = 0; i < kRows * kRowHalves; ++i) values[i] = to_float(bfloat16_t{halves[i]});
@@ -128,13 +140,21 @@ inline void convert(MmaType type, const uint32_t (&words)[kLanes], float* out, i
 
 // D (16, 8) += A (16, k) @ B (k, 8), summed in order of k. `halves` of the depth of A and B are in use.
 CUDA_EXT_SIMT_CLONES
-void multiply(MmaType type, int halves, MmaFragments& m) {
+void multiply(MatrixType a_type, MatrixType b_type, int halves, int float8_sum_bits, MmaFragments& m) {
   using Eight = float __attribute__((vector_size(32)));
   constexpr int kBlock = 4;  // rows at a time: independent additions hide each other's latency
-  const int half = half_depth(type), k = halves * half;
-  float a[16][16], b[16][8];
-  for (int i = 0; i < 2 * halves; ++i) convert(type, m.a[i], &a[i % 2 * 8][i / 2 * half], 16, 1);
-  for (int i = 0; i < halves; ++i) convert(type, m.b[i], &b[i * half][0], 1, 8);
+  const int half = half_depth(a_type), k = halves * half;
+  float a[16][kMaxK], b[kMaxK][8];
+  for (int i = 0; i < 2 * halves; ++i) convert(a_type, m.a[i], &a[i % 2 * 8][i / 2 * half], kMaxK, 1);
+  for (int i = 0; i < halves; ++i) convert(b_type, m.b[i], &b[i * half][0], 1, 8);
+  if (bytes_of(a_type) == 1 && float8_sum_bits != 0) {
+    for (int row = 0; row < 16; ++row)
+      for (int column = 0; column < 8; ++column) {
+        float& sum = m.d[row / 8][row % 8 * 4 + column / 2][column % 2];
+        sum = add_float8_products(sum, a[row], &b[0][column], 8, k, float8_sum_bits);
+      }
+    return;
+  }
   for (int upper = 0; upper < 2; ++upper) {  // rows
     for (int first = 0; first < kRows; first += kBlock) {
       float* const d = &m.d[upper][first * 4][0];
@@ -151,9 +171,10 @@ void multiply(MmaType type, int halves, MmaFragments& m) {
   }
 }
 
-void mma(const char* instruction, MmaType type, int halves, float (&d)[4], const uint32_t* a, const uint32_t* b,
-         Site site) {
+void mma(const char* instruction, MatrixType a_type, MatrixType b_type, int halves, float (&d)[4], const uint32_t* a,
+         const uint32_t* b, Site site) {
   if (halves == 2) machine->require(80, instruction, site);
+  if (bytes_of(a_type) == 1) machine->require_float8(instruction, site);
   MmaArguments mine{d, a, b};
   machine->warp_collective(instruction, site, ~uint32_t(0), mine, [&](MmaArguments* const(&all)[kLanes]) {
     ++machine->count(Count::kMma);
@@ -164,7 +185,7 @@ void mma(const char* instruction, MmaType type, int halves, float (&d)[4], const
       for (int i = 0; i < halves; ++i) m.b[i][lane] = own.b[i];
       for (int half = 0; half < 2; ++half) std::memcpy(m.d[half][lane], own.d + 2 * half, sizeof m.d[half][lane]);
     }
-    multiply(type, halves, m);
+    multiply(a_type, b_type, halves, machine->float8_sum_bits(), m);
     for (int lane = 0; lane < kLanes; ++lane)
       for (int half = 0; half < 2; ++half)
         std::memcpy(all[lane]->d + 2 * half, m.d[half][lane], sizeof m.d[half][lane]);
@@ -174,16 +195,22 @@ void mma(const char* instruction, MmaType type, int halves, float (&d)[4], const
 }  // namespace
 
 void mma_m16n8k16(bool float16, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site) {
-  mma("mma_m16n8k16", float16 ? MmaType::kFloat16 : MmaType::kBFloat16, 2, d, a, b, site);
+  const MatrixType type = float16 ? MatrixType::kFloat16 : MatrixType::kBFloat16;
+  mma("mma_m16n8k16", type, type, 2, d, a, b, site);
 }
 
 void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site) {
-  mma("mma_m16n8k8_tf32", MmaType::kTf32, 2, d, a, b, site);
+  mma("mma_m16n8k8_tf32", MatrixType::kTf32, MatrixType::kTf32, 2, d, a, b, site);
+}
+
+void mma_m16n8k32(MatrixType a_type, MatrixType b_type, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                  Site site) {
+  mma("mma_m16n8k32", a_type, b_type, 2, d, a, b, site);
 }
 
 void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b, Site site) {
   const uint32_t a[2] = {a0, a1};
-  mma("mma_m16n8k8", MmaType::kFloat16, 1, d, a, &b, site);
+  mma("mma_m16n8k8", MatrixType::kFloat16, MatrixType::kFloat16, 1, d, a, &b, site);
 }
 
 }  // namespace cuda_ext::simt

@@ -30,9 +30,11 @@ struct Options {
   Completion completion = Completion::kEager;
   Schedule schedule = Schedule::kFifo;
   uint64_t seed = 0;
-  bool check_races = false;        // run the happens-before checker; uses one host thread
-  bool ordered_sums = false;       // unordered atomic additions of floats are races too
-  int threads = 0;                 // host threads; 0: one per core
+  bool check_races = false;   // run the happens-before checker; uses one host thread
+  bool ordered_sums = false;  // unordered atomic additions of floats are races too
+  int threads = 0;            // host threads; 0: one per core
+  // Significant bits in sums of products of 8-bit floats, see float8_sum.h; 0: sums in float32, as of other types.
+  int float8_sum_bits = 0;
   const SyncSite* skip = nullptr;  // a mutation: calls from this site do nothing
   // The device that launchers see. It has few SMs, so that small problems have several waves or are split.
   int compute_capability = 80;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "simt/engines.h"
+#include "simt/float8_sum.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define CUDA_EXT_SIMT_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -18,8 +19,9 @@ namespace cuda_ext::simt {
 
 namespace {
 
-constexpr int kRows = 64, kMaxColumns = 256, kMaxK = 16, kFragment = 4;
-constexpr int kUnit = 16;  // bytes that stay together under every swizzle
+constexpr int kRows = 64, kMaxColumns = 256, kMaxK = 32, kFragment = 4;
+constexpr int kDepth = 32;  // bytes of K
+constexpr int kUnit = 16;   // bytes that stay together under every swizzle
 
 // Accumulators of a warpgroup with products in flight; each product adds to `value`.
 struct Accumulators {
@@ -94,7 +96,7 @@ Descriptor decode(uint64_t bits, Site site) {
 template <class F>
 void for_units(const Block& block, uint64_t descriptor, int rows, int element, bool mn_major, Site site, F&& f) {
   const Descriptor d = decode(descriptor, site);
-  const int per_unit = kUnit / element, k_size = 32 / element;
+  const int per_unit = kUnit / element, k_size = kDepth / element;
   const uint32_t width = uint32_t(d.swizzle_bytes);
   const auto unit = [&](int row, int k, uint32_t offset) {
     f(row, k, machine->shared(block, swizzled(d.start + offset, d.swizzle_bytes), kUnit, kUnit, "wgmma", site));
@@ -120,21 +122,23 @@ void for_units(const Block& block, uint64_t descriptor, int rows, int element, b
   }
 }
 
-float element_of(WgmmaType type, const std::byte* at) {
-  if (type == WgmmaType::kTf32) {
+float element_of(MatrixType type, const std::byte* at) {
+  if (type == MatrixType::kFloat8E4M3) return to_float(float8_e4m3_t{uint8_t(*at)});
+  if (type == MatrixType::kFloat8E5M2) return to_float(float8_e5m2_t{uint8_t(*at)});
+  if (type == MatrixType::kTf32) {
     uint32_t bits;
     std::memcpy(&bits, at, 4);
     return bits_float(bits & ~uint32_t(0x1fff));  // the hardware ignores the low 13 bits
   }
   uint16_t bits;
   std::memcpy(&bits, at, 2);
-  return type == WgmmaType::kFloat16 ? to_float(half_t{bits}) : to_float(bfloat16_t{bits});
+  return type == MatrixType::kFloat16 ? to_float(half_t{bits}) : to_float(bfloat16_t{bits});
 }
 
 // The operand as floats: out[row * row_step + k * k_step].
-void read_operand(const Block& block, uint64_t descriptor, int rows, WgmmaType type, bool mn_major, Site site,
+void read_operand(const Block& block, uint64_t descriptor, int rows, MatrixType type, bool mn_major, Site site,
                   float* out, int row_step, int k_step) {
-  const int element = type == WgmmaType::kTf32 ? 4 : 2;
+  const int element = bytes_of(type);
   const int step = mn_major ? row_step : k_step;
   for_units(block, descriptor, rows, element, mn_major, site, [&](int row, int k, const std::byte* from) {
     float* to = out + row * row_step + k * k_step;
@@ -142,13 +146,13 @@ void read_operand(const Block& block, uint64_t descriptor, int rows, WgmmaType t
   });
 }
 
-void read_fragments(WgmmaType type, const uint32_t* a, float (&out)[kRows][kMaxK]) {
+void read_fragments(MatrixType type, const uint32_t* a, float (&out)[kRows][kMaxK]) {
   for (int t = 0; t < kWarpgroupThreads; ++t) {
     const int row = t / kLanes * 16 + t % kLanes / 4, quad = t % 4;
     for (int i = 0; i < kFragment; ++i) {
       const auto* word = reinterpret_cast<const std::byte*>(a + t * kFragment + i);
       float* to = out[row + i % 2 * 8];
-      if (type == WgmmaType::kTf32) {
+      if (type == MatrixType::kTf32) {
         to[quad + i / 2 * 4] = element_of(type, word);
       } else {
         to[2 * quad + i / 2 * 8] = element_of(type, word);
@@ -189,17 +193,22 @@ void multiply(int n, int k, const float (&a)[kRows][kMaxK], const float* b, floa
 
 void compute(const Product& product) {
   const WgmmaOperands& operands = product.operands;
-  const int n = operands.n, k = operands.type == WgmmaType::kTf32 ? 8 : 16;
+  const int n = operands.n, k = kDepth / bytes_of(operands.a_type);
   float a[kRows][kMaxK];
   alignas(64) float b[kMaxK * kMaxColumns];
   if (operands.a != nullptr)
-    read_fragments(operands.type, product.a_at_issue.data(), a);
+    read_fragments(operands.a_type, product.a_at_issue.data(), a);
   else
-    read_operand(*product.block, operands.a_descriptor, kRows, operands.type, operands.a_transposed, product.site, a[0],
-                 kMaxK, 1);
-  read_operand(*product.block, operands.b_descriptor, n, operands.type, operands.b_transposed, product.site, b, 1, n);
+    read_operand(*product.block, operands.a_descriptor, kRows, operands.a_type, operands.a_transposed, product.site,
+                 a[0], kMaxK, 1);
+  read_operand(*product.block, operands.b_descriptor, n, operands.b_type, operands.b_transposed, product.site, b, 1, n);
   std::vector<float>& value = product.accumulators->value;
   if (!operands.accumulate) std::fill(value.begin(), value.end(), 0.0f);
+  if (const int bits = machine->float8_sum_bits(); bytes_of(operands.a_type) == 1 && bits != 0) {
+    for (int i = 0; i < kRows * n; ++i)
+      value[size_t(i)] = add_float8_products(value[size_t(i)], a[i / n], b + i % n, n, k, bits);
+    return;
+  }
   multiply(n, k, a, b, value.data());
 }
 
@@ -240,8 +249,9 @@ struct Arguments {
 };
 
 void check_same(const WgmmaOperands& mine, const WgmmaOperands& other, Site site) {
-  if (mine.n != other.n || mine.type != other.type || mine.a_descriptor != other.a_descriptor ||
-      mine.b_descriptor != other.b_descriptor || mine.accumulate != other.accumulate)
+  if (mine.n != other.n || mine.a_type != other.a_type || mine.b_type != other.b_type ||
+      mine.a_descriptor != other.a_descriptor || mine.b_descriptor != other.b_descriptor ||
+      mine.accumulate != other.accumulate)
     machine->fail("wgmma", site, "threads of the warpgroup passed different descriptors or scales");
 }
 
@@ -286,7 +296,7 @@ void check_reads(const Product& product, const std::array<Arguments*, kWarpgroup
   for (const Arguments* each : all) fibers.push_back(each->fiber);
   operation = checker->start(&unit, fibers);
   const WgmmaOperands& operands = product.operands;
-  const int element = operands.type == WgmmaType::kTf32 ? 4 : 2;
+  const int element = bytes_of(operands.a_type);
   const auto check = [&](int, int, const std::byte* at) {
     checker->access(*operation, Access::kAsyncRead, at, kUnit, "wgmma", product.site);
   };

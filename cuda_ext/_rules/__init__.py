@@ -11,6 +11,7 @@ from cuda_ext._rules import (  # noqa: F401
     attention_vmap,
     bucket,
     flops,
+    fp8_fakes,
     gemm_fakes,
     gemm_vmap,
     kvcache_fakes,

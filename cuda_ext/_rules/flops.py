@@ -39,6 +39,11 @@ def _grouped_mm_flops(a: Sequence[int], b: Sequence[int], *more: Any, **options:
     return 2 * a[0] * a[1] * b[-1]
 
 
+@register_flop_formula(ops.scaled_mm)
+def _scaled_mm_flops(a: Sequence[int], b: Sequence[int], *more: Any, **options: Any) -> int:
+    return 2 * a[0] * a[1] * b[1]
+
+
 @register_flop_formula([ops.linear, ops.linear_forward, ops.gated_linear, ops.gated_linear_forward])
 def _linear_flops(input: Sequence[int], weight: Sequence[int], *more: Any, **options: Any) -> int:
     return 2 * _product(input) * weight[0]

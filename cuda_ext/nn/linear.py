@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cuda_ext import fp8 as _fp8
+from cuda_ext._activations import ACTIVATIONS
 from cuda_ext._gemm import gated_linear, gated_mlp, linear, mlp
 from cuda_ext.nn.joint_weights import join_on_load
 
@@ -27,6 +29,8 @@ class Linear(nn.Linear):
         bias: whether there is a ``bias`` (N,). Default True.
         device, dtype: of the parameters, as in `torch.nn.Linear`.
         activation: a name that `cuda_ext.gemm` takes, or None (default); another raises RuntimeError.
+        fp8: a recipe of `cuda_ext.fp8`, in which forward and backward multiply; default None, in the precision of the
+            input. It is an attribute, which `cuda_ext.fp8.convert` sets.
 
     Shape: input (..., K), weight (N, K), residual (..., N) -> (..., N).
     """
@@ -40,16 +44,23 @@ class Linear(nn.Linear):
         dtype: torch.dtype | None = None,
         *,
         activation: str | None = None,
+        fp8: str | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation = activation
         linear(_empty(), _empty(), activation=activation)
+        self.fp8 = None if fp8 is None else _fp8.checked_recipe(fp8)
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        return linear(input, self.weight, self.bias, activation=self.activation, residual=residual)
+        if self.fp8 is None:
+            return linear(input, self.weight, self.bias, activation=self.activation, residual=residual)
+        out = _fp8.linear(input, self.weight, self.bias, recipe=self.fp8)
+        out = ACTIVATIONS[self.activation].function(out)
+        return out if residual is None else out + residual
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + (f", activation={self.activation}" if self.activation else "")
+        options = {"activation": self.activation, "fp8": self.fp8}
+        return super().extra_repr() + "".join(f", {name}={value}" for name, value in options.items() if value)
 
 
 class MLP(nn.Module):
@@ -60,6 +71,7 @@ class MLP(nn.Module):
         hidden_features: F, the size of the hidden layer.
         bias: whether both layers have a bias. Default True.
         activation: a name that `cuda_ext.gemm` takes (default "gelu", with erf), or None; another raises RuntimeError.
+        fp8: of both layers, as in `Linear`; the products are then ops of their own.
         device, dtype: of the parameters.
 
     Shape: input (..., K) -> (..., K); ``residual``, if given, broadcasts to the output.
@@ -75,11 +87,12 @@ class MLP(nn.Module):
         *,
         bias: bool = True,
         activation: str | None = "gelu",
+        fp8: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        factory: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype, "fp8": fp8}
         self.activation = activation
         linear(_empty(), _empty(), activation=activation)
         self.fc1 = Linear(features, hidden_features, **factory)
@@ -87,6 +100,8 @@ class MLP(nn.Module):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         one, two = self.fc1, self.fc2
+        if one.fp8 or two.fp8:
+            return two(ACTIVATIONS[self.activation].function(one(input)), residual)
         return mlp(input, one.weight, two.weight, one.bias, two.bias, activation=self.activation, residual=residual)
 
     def extra_repr(self) -> str:
@@ -106,6 +121,7 @@ class GatedMLP(nn.Module):
         bias: whether both layers have a bias. Default False.
         activation: of the gate, a name that `cuda_ext.gemm` takes (default "silu") or None; another raises
             RuntimeError.
+        fp8: of both layers, as in `Linear`; the products are then ops of their own.
         device, dtype: of the parameters.
 
     Shape: input (..., K) -> (..., K); ``residual``, if given, broadcasts to the output.
@@ -122,11 +138,12 @@ class GatedMLP(nn.Module):
         *,
         bias: bool = False,
         activation: str | None = "silu",
+        fp8: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        factory: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype, "fp8": fp8}
         self.activation = activation
         gated_linear(_empty(), _empty(), activation=activation)
         self.gate_up_proj = Linear(features, 2 * hidden_features, **factory)
@@ -135,6 +152,9 @@ class GatedMLP(nn.Module):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         up, down = self.gate_up_proj, self.down_proj
+        if up.fp8 or down.fp8:
+            gate, value = up(input).chunk(2, -1)
+            return down(ACTIVATIONS[self.activation].function(gate) * value, residual)
         return gated_mlp(
             input, up.weight, down.weight, up.bias, down.bias, activation=self.activation, residual=residual
         )

@@ -25,6 +25,7 @@ from cuda_ext.testing.references import (
     reference_linear_log_prob,
     reference_mixture_of_experts,
     reference_mlp,
+    reference_scaled_mm,
 )
 from cuda_ext.testing.tolerance import assert_close_to_reference, assert_op_matches_reference
 
@@ -48,4 +49,5 @@ __all__ = [
     "reference_linear_log_prob",
     "reference_mixture_of_experts",
     "reference_mlp",
+    "reference_scaled_mm",
 ]

@@ -39,15 +39,15 @@ class Emulation:
         return sorted(self._sites)
 
 
-_open_blocks: list[tuple[Emulation, dict[str, Any]]] = []
+_open_blocks: list[tuple[Emulation, dict[str, Any], int]] = []
 
 
 def _hand_out_sync_sites() -> None:
     """Gives the synchronisation calls since the last time to all open blocks."""
-    for module in {id(emulation._module): emulation._module for emulation, _ in _open_blocks}.values():
+    for module in {id(emulation._module): emulation._module for emulation, *_ in _open_blocks}.values():
         sites = module.sync_sites()
         module.reset_sync_sites()
-        for emulation, _ in _open_blocks:
+        for emulation, *_ in _open_blocks:
             if emulation._module is module:
                 emulation._sites.update(sites)
 
@@ -64,6 +64,7 @@ def emulated(
     threads: int = 0,
     skip: tuple[str, int, str] | None = None,
     processors: int = 4,
+    float8_sum_bits: int = 0,
 ) -> Iterator[Emulation]:
     """Inside the block, the public ops on CPU tensors run the *CUDA* kernels on an emulator.
 
@@ -90,6 +91,8 @@ def emulated(
         skip: a synchronisation call (file, line, instruction) to ignore, to show that a test notices it.
         processors: the number of SMs, by which launchers divide the work: an A100 has 108, an H200 132, an RTX 4090
             128. The default is small so that small problems take several waves.
+        float8_sum_bits: significant bits of the sums that tensor cores form of products of FP8. 0, the default, is a
+            sum in float32; 14 is about what Hopper is reported to have (DeepSeek-V3, arXiv 2412.19437).
 
     Raises RuntimeError, naming kernel, thread, instruction and source line, for a race, a deadlock, an access out of
     bounds or an invalid launch.
@@ -123,19 +126,19 @@ def emulated(
         "skip": skip,
         "processors": processors,
     }
-    with emulated_by(module, settings) as emulation:
+    with emulated_by(module, settings, float8_sum_bits) as emulation:
         yield emulation
 
 
 @contextmanager
-def emulated_by(module: Any, settings: dict[str, Any]) -> Iterator[Emulation]:
+def emulated_by(module: Any, settings: dict[str, Any], float8_sum_bits: int = 0) -> Iterator[Emulation]:
     """`emulated` with the kernels of `module`, which has the interface of the module `_simt` (csrc/emulated)."""
     from cuda_ext._load import ops
 
     _hand_out_sync_sites()
     module.reset_sync_sites()
     emulation = Emulation(module, dict(module.counters()), {}, set())
-    _open_blocks.append((emulation, settings))
+    _open_blocks.append((emulation, settings, float8_sum_bits))
     try:
         _apply_emulation(ops)
         yield emulation
@@ -171,6 +174,8 @@ def _apply_emulation(ops: Any) -> None:
     if not _open_blocks:
         ops._emulate(0)
         return
-    emulation, settings = _open_blocks[-1]
+    emulation, settings, float8_sum_bits = _open_blocks[-1]
     emulation._module.configure(**settings)
+    if float8_sum_bits:
+        emulation._module.set_float8_sum_bits(float8_sum_bits)
     ops._emulate(emulation._module.kernels())

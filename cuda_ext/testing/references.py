@@ -56,6 +56,35 @@ def reference_gemm(
     return ACTIVATIONS[activation].function(out).to(out_dtype or a.dtype)
 
 
+def reference_scaled_mm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    scale_a: Tensor,
+    recipe_a: str,
+    scale_b: Tensor,
+    recipe_b: str,
+    *,
+    bias: Tensor | None = None,
+    input: Tensor | None = None,
+    beta: float = 1.0,
+) -> Tensor:
+    """`cuda_ext.scaled_mm`, in float64."""
+    out = scaled_elements(mat_a, scale_a, recipe_a) @ scaled_elements(mat_b.t(), scale_b.t(), recipe_b).t()
+    if bias is not None:
+        out = out + bias.double()
+    return out if input is None else out + beta * input.double()
+
+
+def scaled_elements(matrix: Tensor, scales: Tensor, recipe: str) -> Tensor:
+    """A left operand of `cuda_ext.scaled_mm` times its scales, in float64."""
+    each = scales.double()
+    if recipe == "BlockWise128x128":
+        each = each.repeat_interleave(128, 0)[: matrix.shape[0]]
+    if recipe.startswith("BlockWise"):
+        each = each.repeat_interleave(128, 1)[:, : matrix.shape[1]]
+    return matrix.double() * each
+
+
 def reference_grouped_mm(
     mat_a: Tensor,
     mat_b: Tensor,

@@ -126,6 +126,13 @@ def _bfi(m: Modifiers, o: Operands, site: str) -> str:
     return o.assign(to, ptx, f"insert_bits({o.value(ptx)}, {o.value(ptx)}, {o.value('u32')}, {o.value('u32')})")
 
 
+@opcode("prmt")
+def _prmt(m: Modifiers, o: Operands, site: str) -> str:
+    m.must("b32")
+    to = o.next()
+    return o.assign(to, "b32", f"permute_bytes({o.value('b32')}, {o.value('b32')}, {o.value('b32')})")
+
+
 _COMPARISONS = {"eq": "==", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _UNSIGNED = {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 # Float comparisons that are true if an operand is a NaN: the negation of these.
@@ -186,6 +193,31 @@ def _mov(m: Modifiers, o: Operands, site: str) -> str | list[str]:
 _ROUND_TO_INTEGER = {"rni": "std::nearbyint", "rzi": "std::trunc", "rmi": "std::floor", "rpi": "std::ceil"}
 
 
+_FLOAT8 = {"e4m3x2": "float8_e4m3_t", "e5m2x2": "float8_e5m2_t"}
+
+
+def _cvt_float8(m: Modifiers, o: Operands, rounding: str | None) -> str | None:
+    """Conversions of pairs of 8-bit floats: from two floats, or to two float16."""
+    if rounding == "rn" and m.may("satfinite"):
+        kind = _FLOAT8[m.must(*_FLOAT8)]
+        m.must("f32")
+        to, high, low = o.next(), o.value("f32"), o.value("f32")
+        return o.assign(to, "b16", f"to_float8_pair<{kind}>({high}, {low})")
+    if rounding == "rn" and m.may("f16x2"):
+        if (source := m.may(*_FLOAT8)) is None:
+            m.must("f32")
+            return _cvt_pair(o, "to_half")
+        to = o.next()
+        return o.assign(to, "b32", f"float8_pair_to_half<{_FLOAT8[source]}>({o.value('b16')})")
+    return None
+
+
+def _cvt_pair(o: Operands, narrow: str) -> str:
+    to = o.next()
+    return o.assign(to, "b32", f"uint32_t(simt::{narrow}({o.value('f32')}).bits) << 16 | "
+                               f"simt::{narrow}({o.value('f32')}).bits")  # fmt: skip
+
+
 @opcode("cvt")
 def _cvt(m: Modifiers, o: Operands, site: str) -> str:
     types = (*INTEGERS, "u8", "s8", *FLOATS)
@@ -194,14 +226,14 @@ def _cvt(m: Modifiers, o: Operands, site: str) -> str:
         m.all("f32", "f32")
         to = o.next()
         return o.assign(to, "f32", f"saturate({o.value('f32')})")
-    target = m.must("f16", "bf16", "f16x2", "bf16x2", "tf32", *types)
+    if (float8 := _cvt_float8(m, o, rounding)) is not None:
+        return float8
+    target = m.must("f16", "bf16", "bf16x2", "tf32", *types)
     source = m.must("f16", "bf16", *types)
-    to = o.next()
     kind = (rounding, target, source)
-    if kind in (("rn", "f16x2", "f32"), ("rn", "bf16x2", "f32")):
-        narrow = "to_half" if target == "f16x2" else "to_bfloat16"
-        return o.assign(to, "b32", f"uint32_t(simt::{narrow}({o.value('f32')}).bits) << 16 | "
-                                   f"simt::{narrow}({o.value('f32')}).bits")  # fmt: skip
+    if kind == ("rn", "bf16x2", "f32"):
+        return _cvt_pair(o, "to_bfloat16")
+    to = o.next()
     if kind in (("rn", "f16", "f32"), ("rn", "bf16", "f32")):
         return o.assign(to, "b16", f"simt::{'to_half' if target == 'f16' else 'to_bfloat16'}({o.value('f32')}).bits")
     if kind in ((None, "f32", "f16"), (None, "f32", "bf16")):

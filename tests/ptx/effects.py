@@ -237,6 +237,8 @@ def _stmatrix(m: Modifiers, o: Operands, site: str) -> list[str]:
     return [*writes, f"simt::stmatrix({row}, thread.vector.uint32_ts, {count}, {transposed}, {site});"]
 
 
+_MATRIX_TYPES = {"f16": "kFloat16", "bf16": "kBFloat16", "tf32": "kTf32", "e4m3": "kFloat8E4M3", "e5m2": "kFloat8E5M2"}
+_FLOAT8 = ("e4m3", "e5m2")  # two operands may be of both
 # By shape and type: the function of operations.h, and the registers of b; a has twice as many.
 _MMA = {
     ("m16n8k16", "f16"): ("mma_m16n8k16<true>", 2),
@@ -249,11 +251,15 @@ _MMA = {
 @opcode("mma")
 def _mma(m: Modifiers, o: Operands, site: str) -> str:
     m.all("sync", "aligned")
-    shape = m.must("m16n8k16", "m16n8k8")
+    shape = m.must("m16n8k32", "m16n8k16", "m16n8k8")
     m.all("row", "col", "f32")
-    m.must(kind := m.must(*(kind for of, kind in _MMA if of == shape)))
+    if shape == "m16n8k32":
+        types = (f"simt::MatrixType::{_MATRIX_TYPES[m.must(*_FLOAT8)]}" for _ in range(2))
+        function, registers = f"mma_m16n8k32<{', '.join(types)}>", 2
+    else:
+        m.must(kind := m.must(*(kind for of, kind in _MMA if of == shape)))
+        function, registers = _MMA[shape, kind]
     m.must("f32")
-    function, registers = _MMA[shape, kind]
     d = [o.names.variable(each) for each in o.braced() if o.names.type_of(each) == "f32"]
     a, b, c = o.values("b32", 2 * registers), o.values("b32", registers), o.values("f32", 4)
     if len(d) != 4:
@@ -422,7 +428,7 @@ def _setmaxnreg(m: Modifiers, o: Operands, site: str) -> str:
     return f"simt::set_max_registers({o.number()}, {'true' if increase else 'false'}, {site});"
 
 
-_WGMMA_TYPES = {"f16": "kFloat16", "bf16": "kBFloat16", "tf32": "kTf32"}
+_WGMMA_TYPES = {"8": ("tf32",), "16": ("f16", "bf16"), "32": _FLOAT8}  # by depth
 
 
 @opcode("wgmma")
@@ -435,28 +441,31 @@ def _wgmma(m: Modifiers, o: Operands, site: str) -> str:
         return f"simt::wgmma_commit({site});"
     if operation == "wait_group":
         return f"simt::wgmma_wait({o.number()}, {site});"
-    shape = m.match(r"m64n(\d+)k(8|16)")
+    shape = m.match(r"m64n(\d+)k(8|16|32)")
     m.must("f32")
-    kind = m.must(*(("tf32",) if shape[2] == "8" else ("f16", "bf16")))
-    m.must(kind)
+    a_type = m.must(*_WGMMA_TYPES[shape[2]])
+    b_type = m.must(*(_FLOAT8 if a_type in _FLOAT8 else (a_type,)))
     n = int(shape[1])
     if n % 8 != 0 or not 8 <= n <= 256:
         raise Unsupported(f"expected a multiple of 8 up to 256 for N, got {n}")
     d = tuple_variable(o, n // 2)
     a = o.next()
     in_registers = a.startswith("{")
+    if in_registers and shape[2] != "16":
+        raise Unsupported("expected a descriptor of A")
     fragment = tuple_variable(o, 4, a) if in_registers else "nullptr"
     a_descriptor = "0" if in_registers else o.read(a, "u64")
     b_descriptor, accumulate = o.value("u64"), o.value("pred")
     if (scales := (o.number(), o.number())) != (1, 1):
         raise Unsupported(f"expected operands that are not negated, got {scales}")
     majors = ["0", "0"]
-    if kind != "tf32":
+    if shape[2] == "16":
         majors = [str(o.number()) for _ in range(1 if in_registers else 2)]
     a_major, b_major = ("0", majors[0]) if in_registers else (majors[0], majors[1])
     return (
-        f"wgmma(thread.accumulators({d}), {{simt::WgmmaType::{_WGMMA_TYPES[kind]}, {n}, {fragment}, {a_descriptor}, "
-        f"{b_descriptor}, {a_major} != 0, {b_major} != 0, {accumulate}}}, {site});"
+        f"wgmma(thread.accumulators({d}), {{simt::MatrixType::{_MATRIX_TYPES[a_type]}, "
+        f"simt::MatrixType::{_MATRIX_TYPES[b_type]}, {n}, {fragment}, {a_descriptor}, {b_descriptor}, "
+        f"{a_major} != 0, {b_major} != 0, {accumulate}}}, {site});"
     )
 
 

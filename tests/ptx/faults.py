@@ -45,6 +45,7 @@ def fault(name: str, file: str, right: str, wrong: str, source: str, case: str, 
 
 MMA, MEMORY, WARP, GRID = "conformance_mma", "conformance_memory", "conformance_warp", "conformance_grid"
 SM90, CLUSTER, WGMMA = "conformance_sm90@90", "conformance_cluster@90", "conformance_wgmma@90"
+SM89, CONVERSIONS_SM90 = "conformance_sm89@90", "conformance_memory@90"
 LAUNCHES, GEMM = "launches@90", "gemm/instantiations/gemm_sm80_bf16"
 ATTENTION = "attention/instantiations/attention_fwd_sm80_bf16_d64"
 
@@ -247,6 +248,19 @@ fault("a vector of sums with words swapped", "arch/memory.cuh", '"f"(values[0]),
       '"f"(values[1]), "f"(values[0])', MEMORY + "@90", "vector_reductions")
 fault("elect.sync of one lane", "arch/warp.cuh", "elect.sync _|p, 0xffffffff;", "elect.sync _|p, 1;",
       WARP + "@90", "elect_one", "the mask 0x00000001 leaves out")
+
+# 8-bit floats.
+fault("mma of 8-bit floats with types swapped", "arch/mma.cuh", "f32.%10.%11.f32", "f32.%11.%10.f32", SM89,
+      "mma_e4m3_e5m2")
+fault("wgmma of 8-bit floats with types swapped", "arch/wgmma.cuh",
+      '"C"(Float8Name<A>::value), "C"(Float8Name<B>::value)',
+      '"C"(Float8Name<B>::value), "C"(Float8Name<A>::value)', WGMMA, "wgmma_e5m2xe4m3_200_k128_k128")
+fault("a pair of 8-bit floats with its halves swapped", "arch/math.cuh", '"f"(high), "f"(low), "C"',
+      '"f"(low), "f"(high), "C"', CONVERSIONS_SM90, "float8_rounding")
+fault("8-bit floats that become infinite", "arch/math.cuh", "cvt.rn.satfinite.%3x2", "cvt.rn.%3x2", CONVERSIONS_SM90,
+      "float8_rounding", NVCC)
+fault("8-bit floats of the other format", "arch/math.cuh", 'value[] = "e5m2"', 'value[] = "e4m3"', CONVERSIONS_SM90,
+      "float8_elements")
 
 # wgmma.
 fault("wgmma with orders of operands swapped", "arch/wgmma.cuh", '"r"(scale_d), "n"(a_major), "n"(b_major)',

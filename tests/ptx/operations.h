@@ -70,6 +70,18 @@ T insert_bits(T field, T value, uint32_t first, uint32_t length) {
   return T((shift_left(field, first & 255) & ones) | (value & ~ones));
 }
 
+// Digit i of `selector` chooses byte i of the result among those of a (0 to 3) and b (4 to 7); with bit 3 set, eight
+// times the sign of this byte.
+inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = uint64_t(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t digit = selector >> 4 * i, byte = uint32_t(bytes >> (digit & 7) * 8) & 0xff;
+    result |= ((digit & 8) == 0 ? byte : byte >> 7 == 0 ? 0 : 0xff) << 8 * i;
+  }
+  return result;
+}
+
 // If one operand is a NaN, the result is the other one. -0 is less than +0.
 template <class T>
 T minimum(T a, T b) {
@@ -107,6 +119,16 @@ inline float fma_down(float a, float b, float c) {
   const volatile float result = std::fma(x, y, z);
   std::fesetround(before);
   return result;
+}
+// Pairs of 8-bit floats; a NaN becomes the one float16 that the hardware writes.
+template <class T>
+uint16_t to_float8_pair(float high, float low) {
+  return uint16_t(uint32_t(simt::to_float8<T>(high).bits) << 8 | simt::to_float8<T>(low).bits);
+}
+template <class T>
+uint32_t float8_pair_to_half(uint16_t pair) {
+  const auto half = [](uint32_t bits) { return uint32_t(simt::to_half(simt::to_float(T{uint8_t(bits)})).bits); };
+  return half(pair >> 8) << 16 | half(pair);
 }
 // Clamps to 0 .. 1; a NaN gives 0.
 inline float saturate(float a) { return a > 0 ? std::min(a, 1.0f) : 0.0f; }
@@ -169,6 +191,13 @@ inline void mma_m16n8k8_tf32(float& d0, float& d1, float& d2, float& d3, uint32_
                              uint32_t a3, uint32_t b0, uint32_t b1, float c0, float c1, float c2, float c3, Site site) {
   float d[] = {c0, c1, c2, c3};
   simt::mma_m16n8k8_tf32(d, {a0, a1, a2, a3}, {b0, b1}, site);
+  d0 = d[0], d1 = d[1], d2 = d[2], d3 = d[3];
+}
+template <simt::MatrixType a_type, simt::MatrixType b_type>
+void mma_m16n8k32(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                  uint32_t b0, uint32_t b1, float c0, float c1, float c2, float c3, Site site) {
+  float d[] = {c0, c1, c2, c3};
+  simt::mma_m16n8k32(a_type, b_type, d, {a0, a1, a2, a3}, {b0, b1}, site);
   d0 = d[0], d1 = d[1], d2 = d[2], d3 = d[3];
 }
 inline void mma_m16n8k8(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, uint32_t b, float c0,

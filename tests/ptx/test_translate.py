@@ -80,6 +80,16 @@ def test_a_product_8_deep_has_two_registers_of_a_and_one_of_b() -> None:
         body_of(f"{mma} {{%f1,%f2,%f3,%f4}}, {{%r1,%r2,%r3,%r4}}, {{%r5,%r6}}, {{%f5,%f6,%f7,%f8}};")
 
 
+def test_products_of_8_bit_floats_name_both_types() -> None:
+    mma = "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e5m2.f32"
+    code = body_of(f"{mma} {{%f1,%f2,%f3,%f4}}, {{%r1,%r2,%r3,%r4}}, {{%r5,%r6}}, {{%f5,%f6,%f7,%f8}};")
+    types = "simt::MatrixType::kFloat8E4M3, simt::MatrixType::kFloat8E5M2"
+    assert f"mma_m16n8k32<{types}>(_f1, _f2, _f3, _f4, _r1, _r2, _r3, _r4, _r5, _r6, _f5, " in code
+    wgmma = "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e5m2 {%f0,%f1,%f2,%f3}, %rd1, %rd2, %p1, 1, 1;"
+    code = emit.emit(module(wgmma))
+    assert f"{{{types}, 8, nullptr, _rd1, _rd2, 0 != 0, 0 != 0, _p1}}" in code
+
+
 def test_arrivals_at_barriers_of_the_cluster() -> None:
     for order in ("", ".release.cluster"):
         code = body_of(f"mbarrier.arrive{order}.shared::cluster.b64 _, [%r1];")
@@ -104,6 +114,7 @@ REFUSED = {
     "add.ftz.f32 %f1, %f2, %f3;": r"expected the modifier .* got \.ftz",
     "mul.lo.f32 %f1, %f2, %f3;": r"got \.f32",
     "fma.rz.f32 %f1, %f2, %f3, %f4;": r"expected the modifier \.rn or \.rm, got \.rz",
+    "prmt.b32.f4e %r1, %r2, %r3, %r4;": r"unknown modifier \.f4e",
     "ex2.approx.ftz.f16 %rs1, %rs2;": r"got \.f16",
     "setp.lo.s32 %p1, %r1, %r2;": "expected unsigned numbers",
     "setp.ltu.s32 %p1, %r1, %r2;": "expected floats",
@@ -141,6 +152,25 @@ REFUSED = {
     ),
     "mma.sync.aligned.m16n8k16.row.col.f32.f16.bf16.f32 {%f1,%f2,%f3,%f4}, {%r1,%r2,%r3,%r4}, {%r5,%r6}, "
     "{%f1,%f2,%f3,%f4};": r"expected the modifier \.f16, got \.bf16",
+    "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.f16.f32 {%f1,%f2,%f3,%f4}, {%r1,%r2,%r3,%r4}, {%r5,%r6}, "
+    "{%f1,%f2,%f3,%f4};": r"expected the modifier \.e4m3 or \.e5m2, got \.f16",
+    "mma.sync.aligned.m16n8k16.row.col.f32.e4m3.e4m3.f32 {%f1,%f2,%f3,%f4}, {%r1,%r2}, {%r3}, {%f1,%f2,%f3,%f4};": (
+        r"got \.e4m3"
+    ),
+    "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e5m2 {%f0,%f1,%f2,%f3}, %rd1, %rd2, %p1, 1, 1, 0, 0;": (
+        "expected no more operands, got 0"
+    ),
+    "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.f16 {%f0,%f1,%f2,%f3}, %rd1, %rd2, %p1, 1, 1;": r"got \.f16",
+    "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.bf16 {%f0,%f1,%f2,%f3}, %rd1, %rd2, %p1, 1, 1, 0, 0;": (
+        r"got \.bf16"
+    ),
+    "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%f0,%f1,%f2,%f3}, {%r1,%r2,%r3,%r4}, %rd2, %p1, 1, 1;": (
+        "expected a descriptor of A"
+    ),
+    "cvt.rn.e4m3x2.f32 %rs1, %f1, %f2;": r"got \.e4m3x2",
+    "cvt.rn.satfinite.relu.e4m3x2.f32 %rs1, %f1, %f2;": r"got \.relu",
+    "cvt.rn.satfinite.e4m3x2.f16x2 %rs1, %r1;": r"got \.f16x2",
+    "cvt.f16x2.e4m3x2 %r1, %rs1;": r"got \.f16x2",
     "mbarrier.try_wait.shared::cta.b64 %p1, [%r1], %rd1;": r"expected the modifier \.parity",
     "mbarrier.arrive.noComplete.shared::cta.b64 _, [%r1], %r2;": "noComplete",
     "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%r1], %r2;": r"expected the modifier \.shared::cta",
@@ -265,6 +295,8 @@ COMPUTED = {
     "shr.s32 %r9, %r1, %r2;": [(1 << 31, 4, 0xF8000000), (1 << 31, 40, 0xFFFFFFFF), (5, 40, 0)],
     "bfi.b32 %r9, %r1, %r2, 4, 8;": [(0x5AB, 0xFFFFFFFF, 0xFFFFFABF)],
     "bfi.b32 %r9, %r1, %r2, 0, 32;": [(0x5AB, 0xFFFFFFFF, 0x5AB)],
+    "prmt.b32 %r9, %r1, %r2, 0x7604;": [(0x03020100, 0x87060504, 0x87060004)],
+    "prmt.b32 %r9, %r1, %r2, 0xF321;": [(0x03020100, 0x87060504, 0xFF030201)],
     "cvt.s64.s32 %rd5, %r1;": [(0xFFFFFFFE, 0, 2**64 - 2)],
     "cvt.u64.u32 %rd5, %r1;": [(0xFFFFFFFE, 0, 0xFFFFFFFE)],
     "cvt.s32.s8 %r9, %r1;": [(0x1FE, 0, 0xFFFFFFFE)],
@@ -278,6 +310,14 @@ COMPUTED = {
     "cvt.rn.f32.s32 %f9, %r1;": [(0xFFFFFFFF, 0, bits(-1.0)), (16777217, 0, bits(16777216.0))],
     "cvt.rn.f16x2.f32 %r9, %f1, %f2;": [(bits(1.0), bits(2.0), 0x3C004000)],
     "cvt.rn.bf16x2.f32 %r9, %f1, %f2;": [(bits(1.0), bits(2.0), 0x3F804000)],
+    "cvt.rn.satfinite.e4m3x2.f32 %rs1, %f1, %f2; mov.b32 %r9, {%rs1, %rs1};": [
+        (bits(1.0), bits(-1000.0), 0x38FE38FE),
+        (NAN, bits(2.0**-9), 0x7F017F01),
+        (bits(1.0625), bits(1.1875), 0x383A383A),
+    ],
+    "cvt.rn.satfinite.e5m2x2.f32 %rs1, %f1, %f2; mov.b32 %r9, {%rs1, %rs1};": [(INF, bits(-1.0), 0x7BBC7BBC)],
+    "mov.b32 {%rs1, %rs2}, %r1; cvt.rn.f16x2.e4m3x2 %r9, %rs1;": [(0x38FE, 0, 0x3C00DF00), (0x7F01, 0, 0x7FFF1800)],
+    "mov.b32 {%rs1, %rs2}, %r1; cvt.rn.f16x2.e5m2x2 %r9, %rs1;": [(0x3CFB, 0, 0x3C00FB00), (0x7C7F, 0, 0x7C007FFF)],
     "cvt.sat.f32.f32 %f9, %f1;": [(bits(1.5), 0, bits(1.0)), (bits(-1.0), 0, 0), (NAN, 0, 0)],
     "min.f32 %f9, %f1, %f2;": [(NAN, bits(2.0), bits(2.0)), (bits(2.0), NAN, bits(2.0)), (0, 1 << 31, 1 << 31)],
     "max.f32 %f9, %f1, %f2;": [(NAN, bits(2.0), bits(2.0)), (0, 1 << 31, 0), (1 << 31, 0, 0)],

@@ -95,6 +95,30 @@ CONFORMANCE(conversions, 128, 0, 512, 8 * 512) {
   out[768 + t] = float_bits(to_float(bfloat16_t{uint16_t(in[t])}));
   out[896 + t] = float_bits(arch::fma(x, x, 1.0f));
 }
+// in: all 256 elements of an 8-bit format, in any order. out: as floats, of each format; and these rounded to it again.
+template <class T>
+DEVICE void convert_elements(const uint32_t* in, uint32_t* out) {
+  const int t = thread_index();
+  const Words<1> elements{in[t]};
+  float x[4];
+  unpack<T>(elements, x);
+  for (int i = 0; i < 4; ++i) out[4 * t + i] = float_bits(x[i]);
+  out[256 + t] = words_of<T>(x).data[0];
+  out[320 + t] = float_bits(to_float(T{uint8_t(in[t])}));
+}
+CONFORMANCE(float8_elements, 64, 0, 256, 2 * 384 * 4) {
+  convert_elements<float8_e4m3_t>(in, out);
+  convert_elements<float8_e5m2_t>(in, out + 384);
+}
+// in: 4096 floats. out: each with its neighbour as two elements of the 8-bit formats, then each alone.
+CONFORMANCE(float8_rounding, 128, 0, 4096 * 4, 6144 * 4) {
+  for (int i = thread_index(); i < 4096; i += 128) {
+    const float x = bits_float(in[i]), next = bits_float(in[i ^ 1]);
+    if (i % 2 == 0)
+      out[i / 2] = uint32_t(pack_float8<float8_e5m2_t>(x, next)) << 16 | pack_float8<float8_e4m3_t>(x, next);
+    out[2048 + i] = uint32_t(from_float<float8_e5m2_t>(x).bits) << 8 | from_float<float8_e4m3_t>(x).bits;
+  }
+}
 // Approximate in hardware, so compared with a tolerance.
 CONFORMANCE(special_functions, 128, 0, 512, 7 * 512) {
   const int t = thread_index();

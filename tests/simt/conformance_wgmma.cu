@@ -1,6 +1,6 @@
 // wgmma: types, sizes, layouts, operands in registers; setmaxnreg.
 //
-// in: A (64, K) and B (N, K) in rows of 16-bit or 32-bit elements, with K of 32 bytes; then D (64, N) as floats. The
+// in: A (64, K) and B (N, K) in rows of elements of 8, 16 or 32 bits, with K of 32 bytes; then D (64, N) as floats. The
 // kernel stores the operands in shared memory in the layout that the descriptors' documentation specifies, multiplies
 // twice into D with scale_d = 1, and outputs D in rows.
 #include "arch/wgmma.cuh"
@@ -55,13 +55,15 @@ DEVICE void place(SharedAddress at, uint32_t value) {
   if constexpr (element == 4) {
     store_shared(at, value);
   } else {
-    const uint32_t word = load_shared<uint32_t>(at & ~3u), shift = at % 4 * 8;
-    store_shared(at & ~3u, (word & ~(0xffffu << shift)) | value << shift);
+    const uint32_t word = load_shared<uint32_t>(at & ~3u), shift = at % 4 * 8, mask = (1u << 8 * element) - 1;
+    store_shared(at & ~3u, (word & ~(mask << shift)) | value << shift);
   }
 }
 template <int element>
 DEVICE uint32_t element_at(const uint32_t* in, int i) {
-  return element == 4 ? in[i] : in[i / 2] >> (i % 2 * 16) & 0xffff;
+  constexpr int kPerWord = 4 / element;
+  if constexpr (element == 4) return in[i];
+  return in[i / kPerWord] >> (i % kPerWord * 8 * element) & ((1u << 8 * (element % 4)) - 1);
 }
 
 template <class Layout, int element, int rows>
@@ -86,8 +88,8 @@ DEVICE void write_accumulators(const float (&d)[n / 2], uint32_t* out) {
 
 enum class Source { kShared, kRegisters };
 
-// D = 2 A B + D.
-template <class T, int n, Source source, Major a_major, Swizzle a_swizzle, Major b_major, Swizzle b_swizzle>
+// D = 2 A B + D. TB is the type of B's elements, of the same size as A's.
+template <class T, class TB, int n, Source source, Major a_major, Swizzle a_swizzle, Major b_major, Swizzle b_swizzle>
 GLOBAL(128, 1)
 wgmma_case(const uint32_t* in, uint32_t* out) {
   constexpr int element = sizeof(T);
@@ -121,7 +123,9 @@ wgmma_case(const uint32_t* in, uint32_t* out) {
   // Two products accumulate into the same sum.
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    if constexpr (element == 4)
+    if constexpr (element == 1)
+      wgmma_m64k32<T, TB>(d, A::descriptor(a_at), B::descriptor(b_at), 1);
+    else if constexpr (element == 4)
       wgmma_m64k8_tf32(d, A::descriptor(a_at), B::descriptor(b_at), 1);
     else if constexpr (source == Source::kRegisters)
       wgmma_m64k16<T, b_major>(d, a, B::descriptor(b_at), 1);
@@ -133,18 +137,22 @@ wgmma_case(const uint32_t* in, uint32_t* out) {
   write_accumulators<n>(d, out);
 }
 
-template <class T, int n, Source source, Major a_major, Swizzle a_swizzle, Major b_major, Swizzle b_swizzle>
+template <class T, int n, Source source, Major a_major, Swizzle a_swizzle, Major b_major, Swizzle b_swizzle,
+          class TB = T>
 Case multiply(const char* name) {
   return {name, (64 + n) * 32 + 64 * n * 4, 64 * n * 4, [](const uint32_t* in, uint32_t* out) {
-            rt::launch<wgmma_case<T, n, source, a_major, a_swizzle, b_major, b_swizzle>>(
+            rt::launch<wgmma_case<T, TB, n, source, a_major, a_swizzle, b_major, b_swizzle>>(
                 "wgmma", {.threads = 128, .shared_bytes = sizeof(OperandStorage)}, in, out);
           }};
 }
 
-// Names: type, N, then A's and B's layout (kN: K-major, swizzle of N bytes, 16 for none; mN: MN-major; reg: registers).
+// Names: type (of A x of B if they may differ), N, then A's and B's layout (kN: K-major, swizzle of N bytes, 16 for
+// none; mN: MN-major; reg: registers).
 constexpr auto kNone = Swizzle::kNone, k32 = Swizzle::k32, k64 = Swizzle::k64, k128 = Swizzle::k128;
 constexpr auto kK = Major::kK, kMn = Major::kMn;
 constexpr auto kShared = Source::kShared, kRegisters = Source::kRegisters;
+using E4M3 = float8_e4m3_t;
+using E5M2 = float8_e5m2_t;
 static const Register wgmma_cases[] = {
     Register(multiply<half_t, 8, kShared, kK, k128, kK, k128>("wgmma_f16_8_k128_k128")),
     Register(multiply<half_t, 24, kShared, kK, k64, kK, k64>("wgmma_f16_24_k64_k64")),
@@ -161,7 +169,69 @@ static const Register wgmma_cases[] = {
     Register(multiply<bfloat16_t, 256, kRegisters, kK, k128, kMn, k64>("wgmma_bf16_256_reg_m64")),
     Register(multiply<float, 8, kShared, kK, k128, kK, k128>("wgmma_tf32_8_k128_k128")),
     Register(multiply<float, 96, kShared, kK, k32, kK, k64>("wgmma_tf32_96_k32_k64")),
-    Register(multiply<float, 256, kShared, kK, kNone, kK, kNone>("wgmma_tf32_256_k16_k16"))};
+    Register(multiply<float, 256, kShared, kK, kNone, kK, kNone>("wgmma_tf32_256_k16_k16")),
+    Register(multiply<E4M3, 8, kShared, kK, k128, kK, k128>("wgmma_e4m3xe4m3_8_k128_k128")),
+    Register(multiply<E4M3, 64, kShared, kK, k32, kK, k64>("wgmma_e4m3xe4m3_64_k32_k64")),
+    Register(multiply<E5M2, 24, kShared, kK, k64, kK, k128>("wgmma_e5m2xe5m2_24_k64_k128")),
+    Register(multiply<E4M3, 128, kShared, kK, k128, kK, k128, E5M2>("wgmma_e4m3xe5m2_128_k128_k128")),
+    Register(multiply<E5M2, 256, kShared, kK, kNone, kK, kNone, E4M3>("wgmma_e5m2xe4m3_256_k16_k16")),
+    Register(multiply<E5M2, 200, kShared, kK, k128, kK, k128, E4M3>("wgmma_e5m2xe4m3_200_k128_k128"))};
+
+// in: where A and B begin and how far their atoms lie apart, in atoms of the 128-byte swizzle; four unused words; A
+// (64, 128) and B (24, 128). The products over K = 128 are added up kTurns times: in the accumulators, and in float32.
+constexpr int kTurns = 64, kLongN = 24, kLongK = 128, kAtomBytes = 1024, kLongRow = kLongK / 4;
+
+// Stores `rows` rows of 128 bytes; the atoms begin at `at` and lie `stride` bytes apart.
+DEVICE void lay_out_rows(SharedAddress at, uint32_t stride, const uint32_t* in, int rows) {
+  for (int i = thread_index(); i < rows * kLongRow; i += 128) {
+    const uint32_t row = uint32_t(i / kLongRow), byte = uint32_t(i % kLongRow * 4);
+    store_shared(at + row / 8 * stride + row % 8 * 128 + (byte ^ row % 8 * 16), in[i]);
+  }
+}
+template <class A, class B>
+GLOBAL(128, 1)
+wgmma_long(const uint32_t* in, uint32_t* out) {
+  SHARED_STORAGE(OperandStorage, shared);
+  const SharedAddress a_at = shared_address(shared.x) + in[0] * kAtomBytes;
+  const SharedAddress b_at = shared_address(shared.x) + in[1] * kAtomBytes;
+  const uint32_t a_stride = in[2] * kAtomBytes, b_stride = in[3] * kAtomBytes;
+  lay_out_rows(a_at, a_stride, in + 8, 64);
+  lay_out_rows(b_at, b_stride, in + 8 + 64 * kLongRow, kLongN);
+  fence_async_shared();
+  arch::sync_threads();
+  const uint64_t a = make_descriptor(a_at, 16, a_stride, k128), b = make_descriptor(b_at, 16, b_stride, k128);
+  float d[kLongN / 2];
+  const auto add_products = [&](bool overwrites) {
+    wgmma_fence(d);
+#pragma unroll
+    for (int step = 0; step < kLongK / 32; ++step)
+      wgmma_m64k32<A, B>(d, advance_descriptor(a, 32 * step), advance_descriptor(b, 32 * step),
+                         overwrites && step == 0 ? 0 : 1);
+    arch::wgmma_commit();
+    arch::wgmma_wait<0>(d);
+  };
+#pragma unroll 1
+  for (int turn = 0; turn < kTurns; ++turn) add_products(turn == 0);
+  write_accumulators<kLongN>(d, out);
+  float sum[kLongN / 2] = {};
+#pragma unroll 1
+  for (int turn = 0; turn < kTurns; ++turn) {
+    add_products(true);
+#pragma unroll
+    for (int i = 0; i < kLongN / 2; ++i) sum[i] += d[i];
+  }
+  write_accumulators<kLongN>(sum, out + 64 * kLongN);
+}
+template <class A, class B>
+Case long_sum(const char* name) {
+  return {name, 32 + (64 + kLongN) * kLongK, 2 * 64 * kLongN * 4, [](const uint32_t* in, uint32_t* out) {
+            rt::launch<wgmma_long<A, B>>("wgmma_long", {.threads = 128, .shared_bytes = sizeof(OperandStorage)}, in,
+                                         out);
+          }};
+}
+static const Register long_cases[] = {Register(long_sum<E4M3, E4M3>("wgmma_e4m3xe4m3_24_long")),
+                                      Register(long_sum<E4M3, E5M2>("wgmma_e4m3xe5m2_24_long")),
+                                      Register(long_sum<E5M2, E4M3>("wgmma_e5m2xe4m3_24_long"))};
 
 // Sums that scale_d = 0 clears; three groups in flight at once; and three warpgroups that exchange registers, of which
 // the second multiplies.

@@ -166,6 +166,15 @@ class Library:
             self.compute_capability = before
             self.configure()
 
+    @contextmanager
+    def float8_sums(self, bits: int) -> Iterator[None]:
+        """Adds products of 8-bit floats with so many significant bits within the block; see csrc/simt/float8_sum.h."""
+        self._c.simt_set_float8_sum_bits(bits)
+        try:
+            yield
+        finally:
+            self._c.simt_set_float8_sum_bits(0)
+
     def skip(self, site: tuple[str, int, str] | None) -> None:
         """Skips the synchronisation call at this file, line and instruction from now on; None skips nothing."""
         file, line, instruction = site or (None, 0, None)

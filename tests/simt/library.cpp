@@ -79,6 +79,8 @@ EXPORT void simt_configure(int lazy, int pct, uint64_t seed, int check_races, in
   o.compute_capability = compute_capability;
   o.num_sms = processors;
 }
+// How products of 8-bit floats are added from now on, see Options::float8_sum_bits.
+EXPORT void simt_set_float8_sum_bits(int bits) { cuda_ext::simt::options().float8_sum_bits = bits; }
 // Skips the synchronisation call at this place from now on; none if `file` is null.
 EXPORT void simt_skip(const char* file, int line, const char* instruction) {
   static cuda_ext::simt::SyncSite site;

@@ -31,6 +31,11 @@ CONFORMANCE(mma_tf32, 32, 0, 256, 128) {
   float d[4] = {};
   issue_mma_m16n8k8_tf32(d, a, b);
 }
+CONFORMANCE(mma_float8, 32, 0, 256, 128) {
+  const uint32_t a[4] = {}, b[2] = {};
+  float d[4] = {};
+  issue_mma_m16n8k32<float8_e4m3_t, float8_e5m2_t>(d, a, b);
+}
 CONFORMANCE(mbarrier, 32, sizeof(Storage), 256, 128) {
   SHARED_STORAGE(Storage, shared);
   if (thread_index() == 0) barrier_init(shared.full, 1);
@@ -44,6 +49,12 @@ CONFORMANCE(wgmma, 128, sizeof(Storage), 256, 128) {
   const uint64_t operand = make_descriptor(shared_address(shared.x), 16, 1024, Swizzle::k128);
   float d[4] = {};
   wgmma_m64k16<half_t, Major::kK, Major::kK>(d, operand, operand, 0);
+}
+CONFORMANCE(wgmma_float8, 128, sizeof(Storage), 256, 128) {
+  SHARED_STORAGE(Storage, shared);
+  const uint64_t operand = make_descriptor(shared_address(shared.x), 16, 1024, Swizzle::k128);
+  float d[4] = {};
+  wgmma_m64k32<float8_e4m3_t, float8_e4m3_t>(d, operand, operand, 0);
 }
 
 }  // namespace cuda_ext::conformance

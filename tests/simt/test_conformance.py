@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import conformance_float8
 import conformance_sm90
 import conformance_wgmma
 import numpy as np
 import pytest
+import torch
 from harness import BUILDS, HERE, Fault, Library
 
 SOURCES = [
@@ -24,12 +26,15 @@ SOURCES = [
     "conformance_memory.cu",
     "conformance_mma.cu",
     "conformance_grid.cu",
+    "conformance_sm89.cu",
     "conformance_sm90.cu",
     "conformance_cluster.cu",
     "conformance_wgmma.cu",
 ]
 WITHOUT_SM90 = ("ptx_sm_75", "ptx_sm_80")  # kinds of BUILDS
-SOURCES_SM80 = [name for name in SOURCES if name.removesuffix(".cu").split("_")[1] not in ("sm90", "cluster", "wgmma")]
+NEWER = ("sm89", "sm90", "cluster", "wgmma")
+SOURCES_SM80 = [name for name in SOURCES if name.removesuffix(".cu").split("_")[1] not in NEWER]
+FLOAT8_MMA = [f"mma_{a}_{b}" for a in conformance_float8.KINDS for b in conformance_float8.KINDS]
 MODES = [
     {"mode": "eager", "schedule": "fifo"},
     {"mode": "lazy", "schedule": "fifo"},
@@ -43,10 +48,15 @@ TOLERANCE = {"special_functions": 2.0**-10, "mma_f16": 1e-5, "mma_bf16": 1e-5, "
 FLOATS = {
     "conversions": ("f16", "bf16", "", "f16", "bf16", "f32", "", "f32"),
     "unpack": ("f32", "f32", "", ""),
+    "float8_elements": (*("f32",) * 4, "", "f32") * 2,
 }
 
 Reference = Callable[[np.ndarray], np.ndarray]
-references: dict[str, Reference] = conformance_sm90.references | conformance_wgmma.references
+references: dict[str, Reference] = {
+    **conformance_float8.references,
+    **conformance_sm90.references,
+    **conformance_wgmma.references,
+}
 
 
 def reference(function: Reference) -> Reference:
@@ -271,22 +281,44 @@ for _count in (1, 2, 4):
     references[f"ldmatrix_x{_count}_trans"] = lambda x, count=_count: matrices(x, count, True)
 
 
-def fragments(x: np.ndarray, decode: Callable[[np.ndarray], np.ndarray], pack: int) -> np.ndarray:
-    """D = C + A @ B from the registers of all lanes, with `pack` elements per register."""
+Decode = Callable[[np.uint32, int], Any]  # element i of a register
+
+
+def operands_of(
+    x: np.ndarray, decode_a: Decode, decode_b: Decode, pack: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A, B and C from the registers of all lanes, with `pack` elements per register."""
     words = x.reshape(10, 32)
     a, b, c = np.zeros((16, 8 * pack)), np.zeros((8 * pack, 8)), np.zeros((16, 8))
     for lane in range(32):
         g, t = divmod(lane, 4)
         for half in range(pack):
             for i in range(4):
-                a[g + i % 2 * 8, pack * t + half + i // 2 * 4 * pack] = decode(words[i, lane], half)
+                a[g + i % 2 * 8, pack * t + half + i // 2 * 4 * pack] = decode_a(words[i, lane], half)
             for i in range(2):
-                b[pack * t + half + i * 4 * pack, g] = decode(words[4 + i, lane], half)
+                b[pack * t + half + i * 4 * pack, g] = decode_b(words[4 + i, lane], half)
         for i in range(4):
             c[g + i // 2 * 8, 2 * t + i % 2] = words[6 + i, lane : lane + 1].view(np.float32)[0]
-    d = (c + a @ b).astype(np.float32)
+    return a, b, c
+
+
+def registers_of(d: np.ndarray) -> np.ndarray:
     g, t = LANES // 4, LANES % 4
-    return np.concatenate([d[g + i // 2 * 8, 2 * t + i % 2] for i in range(4)]).view(np.uint32)
+    return np.concatenate([d[g + i // 2 * 8, 2 * t + i % 2] for i in range(4)]).astype(np.float32).view(np.uint32)
+
+
+def fragments(x: np.ndarray, decode: Decode, pack: int, decode_b: Decode | None = None) -> np.ndarray:
+    """D = C + A @ B."""
+    a, b, c = operands_of(x, decode, decode_b or decode, pack)
+    return registers_of(c + a @ b)
+
+
+def float8_decoders(name: str) -> tuple[Decode, Decode]:
+    def decoder(kind: str) -> Decode:
+        return lambda word, i: conformance_float8.VALUES[kind][int(word) >> 8 * i & 0xFF]
+
+    _, of_a, of_b = name.split("_")
+    return decoder(of_a), decoder(of_b)
 
 
 def word16(word: np.uint32, half: int) -> np.ndarray:
@@ -297,6 +329,9 @@ references["mma_f16"] = lambda x: fragments(x, lambda w, h: float(word16(w, h).v
 references["mma_bf16"] = lambda x: fragments(
     x, lambda w, h: float((word16(w, h).astype(np.uint32) << 16).view(np.float32)[0]), 2
 )
+for _name in FLOAT8_MMA:
+    _decode_a, _decode_b = float8_decoders(_name)
+    references[_name] = lambda x, a=_decode_a, b=_decode_b: fragments(x, a, 4, b)
 references["mma_tf32"] = lambda x: fragments(
     x, lambda w, h: float(np.array([int(w) & 0xFFFFE000], np.uint32).view(np.float32)[0]), 1
 )
@@ -308,6 +343,10 @@ def inputs_of(name: str, words: int, rng: np.random.Generator) -> np.ndarray:
         return conformance_sm90.tma_inputs(name, words, rng)
     if name.startswith("wgmma"):
         return conformance_wgmma.inputs(name, words, rng)
+    if name.startswith("float8"):
+        return conformance_float8.inputs(name, words, rng)
+    if name in FLOAT8_MMA:
+        return float8_fragments(name, rng)
     if not name.startswith("mma"):
         return rng.integers(0, 2**32, words, dtype=np.uint32)
     values = rng.integers(-8, 9, (words, 2)).astype(np.float32)
@@ -319,6 +358,14 @@ def inputs_of(name: str, words: int, rng: np.random.Generator) -> np.ndarray:
     packed = operands[:, 0] | operands[:, 1] << 16
     single = values[:, 0].copy().view(np.uint32)
     return np.where((np.arange(words) >= 192) | (name == "mma_tf32"), single, packed).astype(np.uint32)
+
+
+def float8_fragments(name: str, rng: np.random.Generator) -> np.ndarray:
+    _, of_a, of_b = name.split("_")
+    a, b = rng.integers(-8, 9, 4 * 128), rng.integers(-8, 9, 4 * 64)
+    packed = [conformance_float8.encode(a, of_a), conformance_float8.encode(b, of_b)]
+    return np.concatenate([*(each.view(np.uint32) for each in packed),
+                           rng.integers(-1000, 1001, 128).astype(np.float32).view(np.uint32)])  # fmt: skip
 
 
 def with_one_nan(name: str, words: np.ndarray) -> np.ndarray:
@@ -349,8 +396,8 @@ def assert_same(name: str, got: np.ndarray, expected: np.ndarray) -> None:
 
 def cases_of(kind: str) -> set[str]:
     """The cases of a library of this kind of BUILDS."""
-    sm90 = conformance_sm90.references.keys() | conformance_wgmma.references.keys()
-    return references.keys() - (sm90 if kind in WITHOUT_SM90 else set())
+    newer = {*conformance_sm90.references, *conformance_wgmma.references, *FLOAT8_MMA}
+    return references.keys() - (newer if kind in WITHOUT_SM90 else set())
 
 
 def every_build(*names: str, cases: Callable[[str], Iterable[Any]] | None = None) -> pytest.MarkDecorator:
@@ -407,11 +454,11 @@ def test_primitive(library: Library, name: str, options: dict[str, object]) -> N
         assert_same(name, got, references[name](data))
 
 
-def tma_cases(*names: str) -> Callable[[str], Iterable[Any]]:
+def those_of(*names: str) -> Callable[[str], Iterable[Any]]:
     return lambda kind: cases_of(kind) & set(names)
 
 
-@every_build("name", cases=tma_cases("tma_load_2d_64_swizzle64_float16", "tma_store_2d_128_swizzle128_bfloat16"))
+@every_build("name", cases=those_of("tma_load_2d_64_swizzle64_float16", "tma_store_2d_128_swizzle128_bfloat16"))
 def test_tma_begins_at_multiples_of_16_bytes(library: Library, name: str) -> None:
     """The hardware stops the kernel with an illegal instruction for other first coordinates."""
     data = inputs_of(name, library.in_bytes(name) // 4, np.random.default_rng(0))
@@ -420,7 +467,7 @@ def test_tma_begins_at_multiples_of_16_bytes(library: Library, name: str) -> Non
         library.run(name, data)
 
 
-@every_build("name", cases=tma_cases("tma_store_3d_64_swizzle64_float16", "tma_add_5d_32_none_float32"))
+@every_build("name", cases=those_of("tma_store_3d_64_swizzle64_float16", "tma_add_5d_32_none_float32"))
 def test_tma_stores_have_no_negative_coordinates(library: Library, name: str) -> None:
     """The hardware stops the kernel with an illegal instruction, also if the box is completely outside the tensor."""
     data = inputs_of(name, library.in_bytes(name) // 4, np.random.default_rng(0))
@@ -431,6 +478,62 @@ def test_tma_stores_have_no_negative_coordinates(library: Library, name: str) ->
         expected = f"expected no negative coordinate in a store, got -16 in dimension {dimension}"
         with pytest.raises(Fault, match=expected):
             library.run(name, data)
+
+
+SUM_BITS = 14  # of sm_90, csrc/simt/float8_sum.h
+
+
+@every_build("name", cases=those_of(*conformance_wgmma.LONG))
+def test_long_sums_of_float8_products_need_float32(library: Library, name: str) -> None:
+    """8192 positive terms: with the bits of sm_90, the accumulators lose the small ones, sums over 128 do not."""
+    data = inputs_of(name, library.in_bytes(name) // 4, np.random.default_rng(random.getrandbits(64)))
+    with library.float8_sums(SUM_BITS):
+        got = library.run(name, data)
+    np.testing.assert_array_equal(got, conformance_wgmma.long_sums(name, data, SUM_BITS))
+    inside, outside = got.view(np.float32).reshape(2, -1)
+    exact = references[name](data).view(np.float32).reshape(2, -1)[0]
+    assert (inside < exact * (1 - 1e-3)).all() and (outside == exact).all()
+
+
+def any_float8(name: str, library: Library, rng: np.random.Generator) -> np.ndarray:
+    """Inputs of a case whose operands are any elements but infinities and NaNs."""
+    data = inputs_of(name, library.in_bytes(name) // 4, rng)
+    words = 192 if name in FLOAT8_MMA else (64 + int(name.split("_")[2])) * conformance_wgmma.ROW_WORDS
+    elements = rng.integers(0, 256, 4 * words, dtype=np.uint8)
+    data[:words] = np.where(elements & 0x7C == 0x7C, elements ^ 0x40, elements).view(np.uint32)
+    return data
+
+
+@every_build("name", cases=those_of(*FLOAT8_MMA))
+def test_float8_products_in_registers_of_few_bits(library: Library, name: str) -> None:
+    data = any_float8(name, library, np.random.default_rng(random.getrandbits(64)))
+    a, b, c = operands_of(data, *float8_decoders(name), 4)
+    for bits in (6, SUM_BITS):
+        with library.float8_sums(bits):
+            got = library.run(name, data)
+        np.testing.assert_array_equal(got, registers_of(conformance_float8.add_products(c, a, b.T, bits)))
+
+
+@every_build("name", cases=those_of(*conformance_wgmma.FLOAT8))
+def test_float8_products_of_few_bits(library: Library, name: str) -> None:
+    data = any_float8(name, library, np.random.default_rng(random.getrandbits(64)))
+    _, kind, n, *_ = name.split("_")
+    a, b = conformance_wgmma.operands(data, kind, int(n))
+    d = data[-64 * int(n) :].view(np.float32).reshape(64, -1)
+    for _ in range(2):
+        d = conformance_float8.add_products(d, a, b, SUM_BITS)
+    with library.float8_sums(SUM_BITS):
+        got = library.run(name, data)
+    np.testing.assert_array_equal(got, d.ravel().view(np.uint32))
+
+
+def test_the_8_bit_formats_are_those_of_torch() -> None:
+    bits = torch.arange(256, dtype=torch.uint8)
+    for kind, dtype in zip(conformance_float8.KINDS, (torch.float8_e4m3fn, torch.float8_e5m2), strict=True):
+        np.testing.assert_array_equal(conformance_float8.VALUES[kind], bits.view(dtype).float().numpy())
+        numbers = torch.randn(1000) * 2.0 ** torch.randint(-20, 8, (1000,))
+        encoded = torch.from_numpy(conformance_float8.encode(numbers.numpy(), kind))
+        assert torch.equal(encoded, numbers.to(dtype).view(torch.uint8))
 
 
 def test_payloads_of_nans_are_ignored() -> None:

@@ -38,9 +38,11 @@ def test_compiles_and_links(arch: str) -> None:
 def test_sources_are_chosen_by_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, header in (("one", "warp"), ("two", "wgmma"), ("three", "tma")):
         (tmp_path / f"conformance_{name}.cu").write_text(f'#include "arch/{header}.cuh"\n')
+    (tmp_path / "conformance_four.cu").write_text("if constexpr (has_float8_mma()) {}\n")
     monkeypatch.setattr(record, "HERE", tmp_path)
+    assert [path.stem for path in record.sources("sm_89")] == ["conformance_four", "conformance_one"]
     assert [path.stem for path in record.sources("sm_86")] == ["conformance_one"]
-    assert len(record.sources("sm_90a")) == 3
+    assert len(record.sources("sm_90a")) == 4
     assert [record.arch_of(c) for c in ((8, 0), (8, 9), (9, 0), (12, 0))] == ["sm_80", "sm_89", "sm_90a", "sm_120"]
     with pytest.raises(RuntimeError, match=r"8\.0 or newer, got 7\.5"):
         record.arch_of((7, 5))

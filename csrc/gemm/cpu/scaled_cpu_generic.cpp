@@ -1,0 +1,2 @@
+#include "cpu/isa_generic.h"
+#include "gemm/cpu/scaled_cpu.inc"

@@ -1,0 +1,60 @@
+// Products of operands in FP8 with scales, and the conversion to FP8.
+#pragma once
+
+#include "base/host_device.h"
+#include "gemm/gemm.h"
+
+namespace cuda_ext {
+
+// Scales are for blocks of this many elements along k, and of 1 or of this many lines (rows of a, columns of b).
+constexpr int64_t kScaleBlock = 128;
+
+// The float32 scales of an operand. Strides of 0: all lines or blocks have one.
+struct Scales {
+  const float* data = nullptr;
+  int line_shift = 0;  // 2^line_shift lines share a scale
+  int64_t line_stride = 0;
+  int64_t block_stride = 0;
+
+  // The scale of a line in a block of k.
+  HOST_DEVICE const float* at(int64_t line, int64_t block) const {
+    return data + (line >> line_shift) * line_stride + block * block_stride;
+  }
+};
+
+// out (m, n) = sum over the blocks of k of (scale_a a) @ (scale_b b) + bias + beta * c. Products of a and b are exact,
+// sums are in float32: scales multiply the sum of a block or, on a CPU and if no scale depends on the block, of all k.
+struct ScaledGemmParams {
+  int64_t m = 0;
+  int64_t n = 0;
+  int64_t k = 0;
+  Operand a;  // (m, k), float8_e4m3_t or float8_e5m2_t, as b
+  Operand b;  // (k, n)
+  Scales scale_a, scale_b;
+  Operand bias;  // (n,) by column_stride
+  double beta = 1.0;
+  Operand c;  // (m, n)
+  Output out;
+
+  bool has_blocks() const { return scale_a.block_stride != 0 || scale_b.block_stride != 0; }
+};
+
+// out = input / scale, rounded to nearest even, and the scales, each for a block of (block_rows, block_columns):
+//   scale = max(largest finite magnitude of the block / largest number of the format, 2^-126), 1 if all are zeros;
+//           with power_of_two rounded up to one
+//   out   = input * (1 / scale), to the largest number of the format at most, also if infinite; NaN stays NaN
+struct QuantizeParams {
+  int64_t rows = 0;
+  int64_t columns = 0;
+  int64_t block_rows = 1;
+  int64_t block_columns = 1;
+  bool power_of_two = false;
+  Operand input;            // (rows, columns)
+  Output out;               // (rows, columns), float8_e4m3_t or float8_e5m2_t
+  float* scales = nullptr;  // (blocks of rows, blocks of columns)
+};
+
+CUDA_EXT_CPU_LAUNCHER(launch_scaled_gemm, ScaledGemmParams)
+CUDA_EXT_CPU_LAUNCHER(launch_quantize, QuantizeParams)
+
+}  // namespace cuda_ext

@@ -1,0 +1,18 @@
+#include "gemm/scaled_gemm_cuda.h"
+
+#include "base/built.h"
+#include "gemm/scaled_gemm_sm90.h"
+#include "rt/device.h"
+
+namespace cuda_ext {
+
+sm90::ScaledChoice choose_scaled_gemm_cuda(const ScaledGemmParams& params) {
+  if (!kBuiltForSm90a) return {.plan = {}, .refusal = kNotBuiltForSm90a};
+  return sm90::choose_scaled_plan(params, rt::describe_device("scaled_gemm"));
+}
+
+void launch_scaled_gemm_cuda(const ScaledGemmParams& params, const sm90::ScaledPlan& plan, void* stream) {
+  if constexpr (kBuiltForSm90a) launch_scaled_gemm_sm90(params, plan, stream);
+}
+
+}  // namespace cuda_ext

@@ -1,0 +1,52 @@
+// Tensor maps, and the choice of the instantiation.
+#include "gemm/scaled_gemm_sm90.h"
+
+#include "gemm/maps_sm90.cuh"
+
+namespace cuda_ext {
+
+namespace sm90 {
+namespace {
+
+// The stride of a single line is not used; the tensor may have any.
+arch::TensorMap scaled_operand_map(const Operand& operand, int64_t k, int64_t lines, int64_t line_stride, int box) {
+  return rt::make_tensor_map("scaled_gemm_sm90", {.data = operand.data,
+                                                  .element = rt::Element::kUint8,
+                                                  .sizes = {k, lines},
+                                                  .strides = {lines == 1 ? ceil_div(k, 16) * 16 : line_stride},
+                                                  .box = {kLineBytes, box},
+                                                  .swizzle_bytes = kLineBytes});
+}
+
+template <class A>
+void launch_types(const ScaledGemmParams& params, const GemmParams& epilogue, const ScaledPlan& plan,
+                  const TensorMaps& maps, void* stream) {
+  if (params.b.dtype == Dtype::kFloat8E4M3)
+    return ScaledGemmSm90<A, float8_e4m3_t>::launch(params, epilogue, plan, maps, stream);
+  ScaledGemmSm90<A, float8_e5m2_t>::launch(params, epilogue, plan, maps, stream);
+}
+
+}  // namespace
+}  // namespace sm90
+
+void launch_scaled_gemm_sm90(const ScaledGemmParams& params, const sm90::ScaledPlan& plan, void* stream) {
+  GemmParams epilogue;
+  epilogue.m = params.m;
+  epilogue.n = params.n;
+  epilogue.bias = params.bias;
+  epilogue.c = params.c;
+  epilogue.beta = params.beta;
+  epilogue.out = params.out;
+  sm90::TensorMaps maps;
+  maps.a = sm90::scaled_operand_map(params.a, params.k, params.m, params.a.row_stride,
+                                    sm90::kScaledBlockM[plan.config] / plan.cluster);
+  maps.b = sm90::scaled_operand_map(params.b, params.k, params.n, params.b.column_stride, sm90::kScaledBlockN);
+  sm90::GemmPlan of_output;
+  of_output.batches = 1;
+  if (plan.tma_store) maps.out = sm90::output_map(epilogue, of_output, epilogue.out, 1);
+  if (params.a.dtype == Dtype::kFloat8E4M3)
+    return sm90::launch_types<float8_e4m3_t>(params, epilogue, plan, maps, stream);
+  sm90::launch_types<float8_e5m2_t>(params, epilogue, plan, maps, stream);
+}
+
+}  // namespace cuda_ext

@@ -1,0 +1,269 @@
+// Scaled products of FP8 for Hopper (sm_90a): TMA, wgmma and promotion to float32.
+//
+// Problem        ScaledGemmParams in scaled_gemm.h; a and b contiguous along k. The epilogue gets bias, c and out as
+//                GemmParams.
+// Tile           (block_m, 128), in k tiles of 128: a line of 128 bytes, and one block of scales.
+// Blocks         are persistent: cluster c computes work items c, c + clusters, ... An item is a tile for each block of
+//                the cluster, adjacent along n.
+// Warpgroups     0: warp 0 is the producer, warp 1 reads scales. 1, 2: consumers, each with half of the tile's rows.
+// Cluster        1 or 2 blocks, which have the same rows of a: each loads a part of them for both.
+// Barriers       full[stage]: 2 arrivals, of the producer and of the scales' warp, and the bytes of both operands.
+//                empty[stage]: 1 arrival per consumer warp of each block of the cluster.
+//                Named barriers 1, 2: the 128 threads of a consumer, around what they share in shared memory.
+// Shared memory  per stage (block_m + 128) lines of 128 bytes and as many scales; per consumer 16 KB to stage the
+//                output and a bias of 128 floats; barriers. 186 or 214 KB.
+// Registers      168 at launch, then 40 for warpgroup 0 and 232 for consumers: 64 of a k tile's product, and 128 or 64
+//                of sums.
+// Promotion      The tensor cores add products of FP8 with about 14 bits (simt/float8_sum.h). So a wgmma sums 128 terms
+//                at most; then the product, times the scales of its row, column and block, is added to float32
+//                registers. Meanwhile the other consumer multiplies. Scales that are the same for all blocks of k are
+//                multiplied in like the others: it costs nothing.
+#pragma once
+
+#include "arch/cluster.cuh"
+#include "gemm/epilogue_sm90.cuh"
+#include "gemm/scaled_tiles_sm90.h"
+
+namespace cuda_ext::sm90 {
+
+// One instantiation of the kernel: its constants, and what the epilogue needs to know (epilogue_sm90.cuh).
+template <class A, class B, int block_m>
+struct ScaledGemm {
+  using OperandA = A;
+  using OperandB = B;
+  static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
+  static constexpr bool kSwapped = false;
+  static constexpr int kBlockM = block_m, kBlockN = kScaledBlockN;
+  static constexpr int kWarpgroupM = block_m / kConsumers, kRowBlocks = kWarpgroupM / kRowBlock;
+  static constexpr int kRegisters = kBlockN / 2;  // of the accumulators of a row block per thread
+  static constexpr int kStages = block_m == 256 ? 3 : 5;
+  static constexpr int kSteps = 4;  // wgmma along a k tile: 32 elements each
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  using Accumulators = float[kRowBlocks][kRegisters];
+  using Rows = StagedRows<kSwapped, kBlockN>;
+
+  struct Stage {
+    unsigned char a[kBlockM * kLineBytes];
+    unsigned char b[kBlockN * kLineBytes];
+  };
+  struct StageScales {
+    float a[kBlockM];
+    float b[kBlockN];
+  };
+  struct Storage {
+    alignas(1024) Stage stages[kStages];
+    alignas(1024) unsigned char staging[kConsumers][4 * kSlabsBytes];
+    float bias[kConsumers][kBlockN];
+    StageScales scales[kStages];
+    Barrier full[kStages], empty[kStages];
+  };
+  static_assert(sizeof(Stage) % 1024 == 0 && sizeof(Storage) <= 227 * 1024 && Rows::kBytes <= 4 * kSlabsBytes);
+
+  // The first row of this consumer's part of the tile.
+  DEVICE static int first_row() { return ConsumerThreads::consumer() * kWarpgroupM; }
+};
+
+// The tile of this block in work item `item`.
+struct ScaledItem {
+  int row_tile, column_tile;
+
+  DEVICE ScaledItem(const ScaledPlan& plan, int item) {
+    const int band = item / (plan.raster * plan.column_groups);
+    const int in_band = item - band * plan.raster * plan.column_groups, left = plan.row_tiles - band * plan.raster;
+    const int rows = left < plan.raster ? left : plan.raster;
+    row_tile = band * plan.raster + in_band % rows;
+    column_tile = in_band / rows * plan.cluster + (plan.cluster > 1 ? arch::cluster_rank() : 0);
+  }
+};
+
+// Calls f(item, k tile, stage of the ring) for all k tiles of this block, in order.
+template <class Gemm, class F>
+DEVICE void for_k_tiles(const ScaledPlan& plan, const F& f) {
+  Ring<Gemm::kStages> ring;
+#pragma unroll 1
+  for (int index = arch::block_x() / plan.cluster; index < plan.items(); index += plan.clusters) {
+    const ScaledItem item(plan, index);
+#pragma unroll 1
+    for (int k_tile = 0; k_tile < plan.k_tiles; ++k_tile, ring.advance()) f(item, k_tile, ring);
+  }
+}
+
+// The producer: one thread fills the ring with the operands.
+template <class Gemm>
+DEVICE void load_operands(const ScaledPlan& plan, const TensorMaps& maps, typename Gemm::Storage& shared) {
+  const int lines = Gemm::kBlockM / plan.cluster, rank = plan.cluster > 1 ? arch::cluster_rank() : 0;
+  for_k_tiles<Gemm>(plan, [&](const ScaledItem& item, int k_tile, const Ring<Gemm::kStages>& ring) {
+    // Wait until the consumers of all blocks that this one writes to, and that write to this one, have released it.
+    arch::barrier_wait_relaxed(shared.empty[ring.stage], ring.parity ^ 1);
+    Barrier& full = shared.full[ring.stage];
+    typename Gemm::Stage& stage = shared.stages[ring.stage];
+    arch::barrier_arrive_expect(full, sizeof stage);
+    const int k = k_tile * kLineBytes;
+    const int at_a[2] = {k, item.row_tile * Gemm::kBlockM + rank * lines};
+    const int at_b[2] = {k, item.column_tile * Gemm::kBlockN};
+    const SharedAddress to_a = arch::shared_address(stage.a) + rank * lines * kLineBytes;
+    if (plan.cluster > 1)
+      arch::tma_load_multicast(to_a, maps.a, full, at_a, uint16_t(0b11));
+    else
+      arch::tma_load(to_a, maps.a, full, at_a);
+    arch::tma_load(arch::shared_address(stage.b), maps.b, full, at_b);
+  });
+}
+
+// Copies the scales of `lines` lines from `first` on, of one block of k. Lines after the last, whose products are not
+// stored, get those of the last.
+template <int lines>
+DEVICE void copy_scales(const Scales& scales, int64_t first, int64_t all, int block, float* to) {
+#pragma unroll 8
+  for (int i = arch::opaque_thread_index() % arch::kWarpSize; i < lines; i += arch::kWarpSize) {
+    const int64_t line = first + i < all ? first + i : all - 1;
+    arch::store_shared(arch::shared_address(to + i), arch::load_global<float>(scales.at(line, block)));
+  }
+}
+
+// The scales' warp.
+template <class Gemm>
+DEVICE void load_scales(const ScaledGemmParams& params, const ScaledPlan& plan, typename Gemm::Storage& shared) {
+  for_k_tiles<Gemm>(plan, [&](const ScaledItem& item, int k_tile, const Ring<Gemm::kStages>& ring) {
+    arch::barrier_wait(shared.empty[ring.stage], ring.parity ^ 1);
+    typename Gemm::StageScales& scales = shared.scales[ring.stage];
+    copy_scales<Gemm::kBlockM>(params.scale_a, int64_t(item.row_tile) * Gemm::kBlockM, params.m, k_tile, scales.a);
+    copy_scales<Gemm::kBlockN>(params.scale_b, int64_t(item.column_tile) * Gemm::kBlockN, params.n, k_tile, scales.b);
+    arch::sync_warp();
+    if (ConsumerThreads::is_first_lane()) arch::barrier_arrive(shared.full[ring.stage]);
+  });
+}
+
+// product = the product of a row block and a k tile, from descriptors of its operands.
+template <class Gemm>
+DEVICE void multiply_k_tile(float (&product)[Gemm::kRegisters], uint64_t a, uint64_t b) {
+  arch::wgmma_fence(product);
+#pragma unroll
+  for (int step = 0; step < Gemm::kSteps; ++step)
+    arch::wgmma_m64k32<typename Gemm::OperandA, typename Gemm::OperandB>(
+        product, arch::advance_descriptor(a, step * 32), arch::advance_descriptor(b, step * 32), step > 0 ? 1 : 0);
+  arch::wgmma_commit();
+  arch::wgmma_wait<0>(product);
+}
+
+// sums += product times the scales of its rows, `first` and 8 further on, and of its columns, from that of the thread's
+// first column on.
+template <int count>
+DEVICE void promote(const float (&product)[count], float first, float second, const float* of_columns,
+                    float (&sums)[count]) {
+#pragma unroll
+  for (int j = 0; j < count / 4; ++j) {
+    const auto words = arch::load_shared<arch::Words2>(arch::shared_address(of_columns + 8 * j));
+#pragma unroll
+    for (int r = 0; r < 4; ++r)
+      sums[4 * j + r] += product[4 * j + r] * (r < 2 ? first : second) * arch::bits_float(words.data[r % 2]);
+  }
+}
+
+// sums = the products of a work item. `ring` advances by its k tiles.
+template <class Gemm>
+DEVICE void multiply_scaled(const ScaledPlan& plan, typename Gemm::Storage& shared, Ring<Gemm::kStages>& ring,
+                            typename Gemm::Accumulators& sums) {
+  const auto descriptor = [](const unsigned char* tile) {
+    return arch::make_descriptor(arch::shared_address(tile), 0, 8 * kLineBytes, arch::Swizzle::k128);
+  };
+  const uint64_t a = descriptor(shared.stages[0].a + Gemm::first_row() * kLineBytes);
+  const uint64_t b = descriptor(shared.stages[0].b);
+  const int thread = ConsumerThreads::index(), lane = thread % arch::kWarpSize;
+  const int row = Gemm::first_row() + thread / arch::kWarpSize * 16 + lane / 4, column = lane % 4 * 2;
+#pragma unroll
+  for (auto& of_row_block : sums)
+#pragma unroll
+    for (float& sum : of_row_block) sum = 0.0f;
+  int left = plan.k_tiles;
+  do {  // there is at least one; ptxas serialises the products of a loop that could have none
+    arch::barrier_wait(shared.full[ring.stage], ring.parity);
+    const int offset = ring.stage * int(sizeof(typename Gemm::Stage));
+    const typename Gemm::StageScales& scales = shared.scales[ring.stage];
+#pragma unroll
+    for (int i = 0; i < Gemm::kRowBlocks; ++i) {
+      float product[Gemm::kRegisters];
+      multiply_k_tile<Gemm>(product, arch::advance_descriptor(a, offset + i * kRowBlock * kLineBytes),
+                            arch::advance_descriptor(b, offset));
+      const SharedAddress of_rows = arch::shared_address(scales.a + i * kRowBlock + row);
+      promote(product, arch::load_shared<float>(of_rows), arch::load_shared<float>(of_rows + 8 * sizeof(float)),
+              scales.b + column, sums[i]);
+    }
+    // Each warp releases the stage to the blocks that write it. The other one writes only a, which wgmma has read.
+    arch::sync_warp();
+    if (ConsumerThreads::is_first_lane()) arch::barrier_arrive(shared.empty[ring.stage]);
+    if (ConsumerThreads::is_first_lane() && plan.cluster > 1)
+      arch::barrier_arrive_remote_relaxed(
+          arch::mapa(arch::shared_address(&shared.empty[ring.stage]), arch::cluster_rank() ^ 1));
+    ring.advance();
+  } while (--left > 0);
+}
+
+// A consumer: multiplies and stores its part of the work items.
+template <class Gemm>
+DEVICE void consume_scaled(const GemmParams& epilogue, const ScaledPlan& plan, const TensorMaps& maps,
+                           typename Gemm::Storage& shared) {
+  const GemmPlan no_plan;  // of what only other kernels do
+  Ring<Gemm::kStages> ring;
+#pragma unroll 1
+  for (int index = arch::block_x() / plan.cluster; index < plan.items(); index += plan.clusters) {
+    if (plan.tma_store) stage_bias<Gemm>(epilogue, ScaledItem(plan, index).column_tile, shared);
+    typename Gemm::Accumulators sums;
+    multiply_scaled<Gemm>(plan, shared, ring, sums);
+    const ScaledItem item(plan, arch::opaque(index));
+    const epilogue::TilePosition tile{0, int64_t(item.row_tile) * Gemm::kBlockM + Gemm::first_row(),
+                                      int64_t(item.column_tile) * Gemm::kBlockN, Gemm::Rows::kColumns};
+    if (!plan.tma_store)
+      store_rows<Gemm>(epilogue, no_plan, tile, shared, sums);
+    else if (epilogue.out.dtype == Dtype::kFloat32)
+      store_by_tma<Gemm, float, false>(epilogue, no_plan, maps, tile, shared, sums);
+    else if (epilogue.out.dtype == Dtype::kFloat16)
+      store_by_tma<Gemm, half_t, false>(epilogue, no_plan, maps, tile, shared, sums);
+    else
+      store_by_tma<Gemm, bfloat16_t, false>(epilogue, no_plan, maps, tile, shared, sums);
+  }
+  if (plan.tma_store && arch::lane_index() == 0) arch::bulk_wait_read<0>();
+}
+
+// Grid: (plan.clusters * plan.cluster,).
+template <class Gemm>
+GLOBAL(Gemm::kThreads, 1)
+scaled_gemm_sm90(GRID_CONSTANT ScaledGemmParams params, GRID_CONSTANT GemmParams epilogue,
+                 GRID_CONSTANT ScaledPlan plan, GRID_CONSTANT TensorMaps maps) {
+  SHARED_STORAGE(typename Gemm::Storage, shared);
+  if (arch::thread_index() < Gemm::kStages) {
+    const int stage = arch::thread_index();
+    arch::barrier_init(shared.full[stage], 2);
+    arch::barrier_init(shared.empty[stage], kConsumers * kWarpgroup / arch::kWarpSize * plan.cluster);
+    arch::fence_barrier_init();
+  } else if (arch::thread_index() == arch::kWarpSize) {
+    arch::tma_prefetch(maps.a);
+    arch::tma_prefetch(maps.b);
+    if (plan.tma_store) arch::tma_prefetch(maps.out);
+  }
+  if (plan.cluster > 1) {
+    arch::cluster_arrive_relaxed();
+    arch::cluster_wait();
+  } else {
+    arch::sync_threads();
+  }
+  arch::grid_dependency_wait();  // until here, nothing depends on the kernel before this one
+
+  if (arch::thread_index() < kWarpgroup) {
+    arch::decrease_registers<Gemm::kProducerRegisters>();
+    const int warp = arch::thread_index() / arch::kWarpSize;
+    if (warp == 0 && arch::thread_index() == 0) load_operands<Gemm>(plan, maps, shared);
+    if (warp == 1) load_scales<Gemm>(params, plan, shared);
+    if (warp == 0) arch::grid_launch_dependents();
+  } else {
+    arch::increase_registers<Gemm::kConsumerRegisters>();
+    consume_scaled<Gemm>(epilogue, plan, maps, shared);
+  }
+  // Another block may still write to this block's shared memory and arrive at its barriers.
+  if (plan.cluster > 1) {
+    arch::cluster_arrive();
+    arch::cluster_wait();
+  }
+}
+
+}  // namespace cuda_ext::sm90

@@ -1,0 +1,265 @@
+// scaled_mm: products of operands in FP8 with scales, and quantize_fp8, which makes such operands.
+#include "ops/torch_headers.h"
+
+#include <ATen/ops/amax.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include "gemm/scaled_gemm.h"
+#include "ops/gemm_autograd.h"
+#include "ops/gemm_composed.h"
+
+namespace cuda_ext {
+namespace {
+
+constexpr const char* kOp = "scaled_mm";
+constexpr const char* kQuantize = "quantize_fp8";
+
+bool is_fp8(at::ScalarType type) { return type == at::kFloat8_e4m3fn || type == at::kFloat8_e5m2; }
+
+void check_fp8(const char* argument, const Tensor& tensor) {
+  check_given(kOp, argument, tensor);
+  CUDA_EXT_CHECK(tensor.dim() == 2 && is_fp8(tensor.scalar_type()), kOp, "expected ", argument,
+                 " of two dims and dtype float8_e4m3fn or float8_e5m2, got ", shape_string(tensor), " of ",
+                 dtype_name(tensor.scalar_type()), "; convert it with cuda_ext.fp8.quantize");
+}
+
+// The values of torch.nn.functional.ScalingType.
+enum Recipe : int64_t { kTensorWise = 0, kRowWise = 1, kBlockWise1x128 = 4, kBlockWise128x128 = 5 };
+
+// The scales of an operand with `lines` lines (rows of a, columns of b), as (lines that have their own, blocks of k).
+struct ScaleLines {
+  Tensor scales;
+  int line_shift;  // 2^line_shift lines share one
+  bool has_blocks;
+
+  Scales params() const {
+    const auto stride = [&](int64_t dim) { return scales.size(dim) == 1 ? 0 : scales.stride(dim); };
+    // The stride is not 0 even for one block: it says that scales belong to blocks.
+    return {scales.const_data_ptr<float>(), line_shift, stride(0), has_blocks ? std::max<int64_t>(stride(1), 1) : 0};
+  }
+  // (lines, 1) of a block of k, for `count` lines.
+  Tensor of_block(int64_t block, int64_t count) const {
+    const Tensor column = scales.narrow(1, has_blocks ? block : 0, 1);
+    return line_shift == 0 ? column : column.repeat_interleave(int64_t(1) << line_shift, 0).narrow(0, 0, count);
+  }
+};
+
+ScaleLines check_scales(const char* argument, const Tensor& scales, int64_t recipe, const Tensor& operand, bool is_b) {
+  check_given(kOp, argument, scales);
+  check_same_device(kOp, argument, scales, "mat_a", operand);
+  CUDA_EXT_CHECK(scales.scalar_type() == at::kFloat, kOp, "expected ", argument, " of dtype float32, got ",
+                 dtype_name(scales.scalar_type()), "; convert it with .float()");
+  const int64_t lines = operand.size(is_b ? 1 : 0), k = operand.size(is_b ? 0 : 1);
+  const auto blocks_of = [](int64_t size) { return (size + kScaleBlock - 1) / kScaleBlock; };
+  if (recipe == kTensorWise) {
+    CUDA_EXT_CHECK(scales.numel() == 1, kOp, "expected ", argument, " of one element for recipe TensorWise, got ",
+                   shape_string(scales));
+    return {scales.reshape({1, 1}), 0, false};
+  }
+  const bool by_block = recipe != kRowWise;
+  const int line_shift = recipe == kBlockWise128x128 ? 7 : 0;
+  static_assert(kScaleBlock == 1 << 7);
+  CUDA_EXT_CHECK(recipe == kRowWise || recipe == kBlockWise1x128 || recipe == kBlockWise128x128, kOp,
+                 "expected recipe ", "TensorWise, RowWise, BlockWise1x128 or BlockWise128x128 for ", argument,
+                 ", got number ", recipe, " of torch.nn.functional.ScalingType");
+  const int64_t rows = line_shift == 0 ? lines : blocks_of(lines), columns = by_block ? blocks_of(k) : 1;
+  const Tensor by_line = !is_b || scales.dim() != 2 ? scales : scales.t();
+  // PyTorch pads the blocks of k of BlockWise128x128 to a multiple of 4.
+  const bool padded = recipe == kBlockWise128x128 && by_line.dim() == 2 && by_line.size(1) == (columns + 3) / 4 * 4;
+  const Sizes expected = is_b ? Sizes{columns, rows} : Sizes{rows, columns};
+  CUDA_EXT_CHECK(by_line.dim() == 2 && by_line.size(0) == rows && (by_line.size(1) == columns || padded), kOp,
+                 "expected ", argument, " of shape ", shape_string(expected), " for ", is_b ? "mat_b " : "mat_a ",
+                 shape_string(operand), " with ", by_block ? "blocks of 128" : "recipe RowWise", ", got ",
+                 shape_string(scales));
+  return {by_line, line_shift, by_block};
+}
+
+// A matrix as the kernel on wgmma reads operands, copied if it is not: contiguous along its second dim, lines aligned.
+Tensor with_aligned_lines(const Tensor& matrix) {
+  constexpr int64_t kAlignment = 16;
+  const auto is_aligned = [&] {
+    return matrix.stride(1) == 1 && (matrix.size(0) == 1 || matrix.stride(0) % kAlignment == 0) &&
+           reinterpret_cast<uintptr_t>(matrix.const_data_ptr()) % kAlignment == 0;
+  };
+  if (is_aligned()) return matrix;
+  const int64_t pitch = (matrix.size(1) + kAlignment - 1) / kAlignment * kAlignment;
+  Tensor lines = empty_beside(matrix, {matrix.size(0), pitch}, matrix.scalar_type()).narrow(1, 0, matrix.size(1));
+  lines.copy_(matrix);
+  return lines;
+}
+
+// On CUDA devices without a kernel: exact products in bfloat16 with float32 output, and their scales.
+Tensor composed_scaled_mm(const Tensor& a, const Tensor& b, const ScaleLines& scale_a, const ScaleLines& scale_b,
+                          const OptionalTensor& bias, const OptionalTensor& c, double beta, at::ScalarType type) {
+  const int64_t m = a.size(0), n = b.size(1), k = a.size(1);
+  const Tensor exact_a = a.to(at::kBFloat16), exact_b = b.to(at::kBFloat16);
+  const bool has_blocks = scale_a.has_blocks || scale_b.has_blocks;
+  const int64_t block = has_blocks ? kScaleBlock : std::max<int64_t>(k, 1);
+  Tensor sum;
+  for (int64_t first = 0; first < k || !sum.defined(); first += block) {
+    const int64_t size = std::min(block, k - first);
+    const Tensor product =
+        call_gemm(exact_a.narrow(1, first, size), exact_b.narrow(0, first, size), {}, {}, {}, 1.0, 1.0, at::kFloat);
+    product.mul_(scale_a.of_block(first / kScaleBlock, m)).mul_(scale_b.of_block(first / kScaleBlock, n).t());
+    sum = sum.defined() ? sum.add_(product) : product;
+  }
+  if (is_given(bias)) sum.add_(*bias);
+  if (is_given(c) && beta != 0) sum.add_(c->to(at::kFloat), beta);
+  return sum.to(type);
+}
+
+Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t recipe_a, const Tensor& scale_b,
+                 int64_t recipe_b, const OptionalTensor& bias, const OptionalTensor& c, double beta,
+                 at::ScalarType type) {
+  check_fp8("mat_a", a);
+  check_fp8("mat_b", b);
+  check_same_device(kOp, "mat_b", b, "mat_a", a);
+  CUDA_EXT_CHECK(a.size(1) == b.size(0), kOp, "expected mat_b of shape (", a.size(1), ", N) to match mat_a ",
+                 shape_string(a), ", got ", shape_string(b));
+  CUDA_EXT_CHECK(type == at::kFloat || type == at::kHalf || type == at::kBFloat16, kOp,
+                 "expected output_dtype float32, float16 or bfloat16, got ", dtype_name(type));
+  const ScaleLines lines_a = check_scales("scale_a", scale_a, recipe_a, a, false);
+  const ScaleLines lines_b = check_scales("scale_b", scale_b, recipe_b, b, true);
+  const int64_t m = a.size(0), n = b.size(1);
+  if (is_given(bias)) {
+    check_same_device(kOp, "bias", *bias, "mat_a", a);
+    CUDA_EXT_CHECK(bias->dim() == 1 && bias->size(0) == n && is_floating(bias->scalar_type()) &&
+                       bias->scalar_type() != at::kDouble,
+                   kOp, "expected bias of shape (", n, ",) and dtype float32, float16 or bfloat16, got ",
+                   shape_string(*bias), " of ", dtype_name(bias->scalar_type()));
+  }
+  OptionalTensor addend;
+  if (is_given(c)) {
+    check_same_device(kOp, "input", *c, "mat_a", a);
+    CUDA_EXT_CHECK(is_floating(c->scalar_type()) && c->scalar_type() != at::kDouble, kOp,
+                   "expected input of dtype float32, float16 or bfloat16, got ", dtype_name(c->scalar_type()));
+    addend = c->expand({m, n});
+  }
+  const CudaKernels* const kernels = cuda_kernels(kOp, a.device());
+  Tensor out = empty_beside(a, {m, n}, type), operand_a = a, operand_b = b;
+  if (out.numel() == 0) return out;
+  if (kernels != nullptr) {
+    if (kernels->gemm_device().compute_capability != 90 || a.size(1) == 0)
+      return composed_scaled_mm(a, b, lines_a, lines_b, bias, addend, beta, type);
+    operand_a = with_aligned_lines(a);
+    operand_b = with_aligned_lines(b.t()).t();
+  }
+  ScaledGemmParams params;
+  params.m = m;
+  params.n = n;
+  params.k = a.size(1);
+  params.a = matrix(operand_a);
+  params.b = matrix(operand_b);
+  params.scale_a = lines_a.params();
+  params.scale_b = lines_b.params();
+  if (is_given(bias)) params.bias = matrix(*bias);
+  if (addend && beta != 0) params.c = matrix(*addend);
+  params.beta = beta;
+  params.out = output(out);
+  if (kernels == nullptr) {
+    launch_scaled_gemm(params);
+    return out;
+  }
+  const sm90::ScaledChoice choice = kernels->choose_scaled_gemm(params);
+  if (!choice.refusal.empty()) return composed_scaled_mm(a, b, lines_a, lines_b, bias, addend, beta, type);
+  const LaunchScope scope(a.device());
+  launch_for(kOp, [&] { kernels->scaled_gemm(params, choice.plan, scope.stream()); });
+  return out;
+}
+
+// FP8 numbers have no derivative.
+Tensor scaled_mm_autograd(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t recipe_a,
+                          const Tensor& scale_b, int64_t recipe_b, const OptionalTensor& bias, const OptionalTensor& c,
+                          double beta, at::ScalarType type) {
+  CUDA_EXT_CHECK(
+      !any_requires_grad(a, b, scale_a, scale_b, bias, c) && !any_has_tangent(a, b, scale_a, scale_b, bias, c), kOp,
+      "expected no tensor that requires grad: products of FP8 have no derivative; call ",
+      "cuda_ext.fp8.linear, which has, or this op under torch.no_grad()");
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  static const auto op = find_op<decltype(scaled_mm)>(CUDA_EXT_OP("scaled_mm"));
+  return op.call(a, b, scale_a, recipe_a, scale_b, recipe_b, bias, c, beta, type);
+}
+
+// The same on CUDA devices, of operations of PyTorch.
+std::tuple<Tensor, Tensor> composed_quantize(const Tensor& input, at::ScalarType type, int64_t block_rows,
+                                             int64_t block_columns, bool power_of_two) {
+  const int64_t rows = input.size(0), columns = input.size(1);
+  const int64_t row_blocks = (rows + block_rows - 1) / block_rows;
+  const int64_t column_blocks = (columns + block_columns - 1) / block_columns;
+  const double most = type == at::kFloat8_e4m3fn ? 448 : 57344;
+  const Tensor padded = at::constant_pad_nd(
+      input.to(at::kFloat), {0, column_blocks * block_columns - columns, 0, row_blocks * block_rows - rows});
+  const Tensor blocks = padded.view({row_blocks, block_rows, column_blocks, block_columns});
+  const Tensor magnitude = blocks.abs();
+  const Tensor largest = at::where(magnitude.isfinite(), magnitude, magnitude.new_zeros({})).amax({1, 3}, true);
+  Tensor scales = largest.div(most).clamp_min(0x1p-126);
+  if (power_of_two) scales = scales.view(at::kInt).add(0x7fffff).bitwise_and(0x7f800000).view(at::kFloat);
+  scales = at::where(largest == 0, scales.new_ones({}), scales);
+  const Tensor scaled = (blocks * scales.reciprocal()).clamp(-most, most);
+  return {scaled.view({row_blocks * block_rows, column_blocks * block_columns})
+              .narrow(0, 0, rows)
+              .narrow(1, 0, columns)
+              .to(type)
+              .contiguous(),
+          scales.view({row_blocks, column_blocks})};
+}
+
+// Blocks of size 0 are as long as the dim.
+std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& input, at::ScalarType type, int64_t block_rows,
+                                        int64_t block_columns, bool power_of_two) {
+  check_floating(kQuantize, "input", input);
+  CUDA_EXT_CHECK(input.dim() == 2 && input.scalar_type() != at::kDouble, kQuantize,
+                 "expected input of two dims and dtype float32, float16 or bfloat16, got ", shape_string(input), " of ",
+                 dtype_name(input.scalar_type()));
+  CUDA_EXT_CHECK(is_fp8(type), kQuantize, "expected dtype float8_e4m3fn or float8_e5m2, got ", dtype_name(type));
+  CUDA_EXT_CHECK(block_rows >= 0 && block_columns >= 0, kQuantize, "expected sizes of a block of at least 0, got ",
+                 block_rows, " and ", block_columns);
+  const int64_t rows = input.size(0), columns = input.size(1);
+  const auto whole_or = [](int64_t block, int64_t size) { return block == 0 ? std::max<int64_t>(size, 1) : block; };
+  // One block that is the whole dim has a scale even if it is empty.
+  const int64_t row_blocks = block_rows == 0 ? 1 : (rows + block_rows - 1) / block_rows;
+  const int64_t column_blocks = block_columns == 0 ? 1 : (columns + block_columns - 1) / block_columns;
+  block_rows = whole_or(block_rows, rows);
+  block_columns = whole_or(block_columns, columns);
+  if (cuda_kernels(kQuantize, input.device()) != nullptr && input.numel() > 0)
+    return composed_quantize(input, type, block_rows, block_columns, power_of_two);
+  const Tensor contiguous = columns <= 1 || input.stride(1) == 1 ? input : input.contiguous();
+  Tensor out = empty_beside(input, {rows, columns}, type);
+  Tensor scales = empty_beside(input, {row_blocks, column_blocks}, at::kFloat);
+  if (input.numel() > 0)
+    launch_quantize({rows, columns, block_rows, block_columns, power_of_two, matrix(contiguous), output(out),
+                     scales.data_ptr<float>()});
+  else
+    scales.fill_(1);
+  return {out, scales};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout};
+  m.def(
+      "scaled_mm(Tensor mat_a, Tensor mat_b, Tensor scale_a, int recipe_a, Tensor scale_b, int recipe_b, "
+      "Tensor? bias=None, Tensor? input=None, float beta=1.0, *, ScalarType output_dtype) -> Tensor",
+      tags);
+  m.def(
+      "quantize_fp8(Tensor input, ScalarType dtype, int block_rows, int block_columns, bool power_of_two=False) -> "
+      "(Tensor, Tensor)",
+      tags);
+  register_layout_errors(m, {"scaled_mm", "quantize_fp8"});
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) {
+  m.impl("scaled_mm", scaled_mm);
+  m.impl("quantize_fp8", quantize_fp8);
+}
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) {
+  m.impl("scaled_mm", scaled_mm);
+  m.impl("quantize_fp8", quantize_fp8);
+}
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) { m.impl("scaled_mm", scaled_mm_autograd); }
+
+}  // namespace cuda_ext

@@ -1,0 +1,135 @@
+"""Fake kernels of the ops for FP8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuda_ext._checks import check, check_floating, check_same_device, dtype_name, shape_of
+from cuda_ext._toolchain import NAMESPACE
+
+_FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+_OUTPUTS = (torch.float32, torch.float16, torch.bfloat16)
+_BLOCK = 128
+_TENSORWISE, _ROWWISE, _BLOCKWISE_1X128, _BLOCKWISE_128X128 = 0, 1, 4, 5  # torch.nn.functional.ScalingType
+
+
+def _blocks(size: Any) -> Any:
+    return (size + _BLOCK - 1) // _BLOCK
+
+
+def _check_scales(argument: str, scales: Tensor, recipe: int, operand: Tensor, is_b: bool) -> None:
+    op = "scaled_mm"
+    check(
+        scales.dtype == torch.float32,
+        op,
+        f"expected {argument} of dtype float32, got {dtype_name(scales.dtype)}; convert it with .float()",
+    )
+    if recipe == _TENSORWISE:
+        check(
+            scales.numel() == 1,
+            op,
+            f"expected {argument} of one element for recipe TensorWise, got {shape_of(scales)}",
+        )
+        return
+    check(
+        recipe in (_ROWWISE, _BLOCKWISE_1X128, _BLOCKWISE_128X128),
+        op,
+        f"expected recipe TensorWise, RowWise, BlockWise1x128 or BlockWise128x128 for {argument}, got number {recipe} "
+        "of torch.nn.functional.ScalingType",
+    )
+    k, lines = operand.shape if is_b else operand.shape[::-1]
+    rows = _blocks(lines) if recipe == _BLOCKWISE_128X128 else lines
+    columns = 1 if recipe == _ROWWISE else _blocks(k)
+    name, layout = ("mat_b", "with blocks of 128") if is_b else ("mat_a", "with blocks of 128")
+    if recipe == _ROWWISE:
+        layout = "with recipe RowWise"
+    expected = (columns, rows) if is_b else (rows, columns)
+    message = f"expected {argument} of shape {expected} for {name} {shape_of(operand)} {layout}, got {shape_of(scales)}"
+    check(scales.dim() == 2, op, message)
+    own_rows, own_columns = scales.shape[::-1] if is_b else scales.shape
+    check(own_rows == rows, op, message)
+    if recipe == _BLOCKWISE_128X128 and own_columns != columns:
+        check(own_columns == (columns + 3) // 4 * 4, op, message)
+    else:
+        check(own_columns == columns, op, message)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::scaled_mm")
+def _(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    scale_a: Tensor,
+    recipe_a: int,
+    scale_b: Tensor,
+    recipe_b: int,
+    bias: Tensor | None = None,
+    input: Tensor | None = None,
+    beta: float = 1.0,
+    *,
+    output_dtype: torch.dtype,
+) -> Tensor:
+    op = "scaled_mm"
+    for name, operand in (("mat_a", mat_a), ("mat_b", mat_b)):
+        check(
+            operand.dim() == 2 and operand.dtype in _FORMATS,
+            op,
+            f"expected {name} of two dims and dtype float8_e4m3fn or float8_e5m2, got {shape_of(operand)} of "
+            f"{dtype_name(operand.dtype)}; convert it with cuda_ext.fp8.quantize",
+        )
+    check_same_device(op, "mat_a", mat_a, mat_b=mat_b, scale_a=scale_a, scale_b=scale_b, bias=bias, input=input)
+    check(
+        mat_a.shape[1] == mat_b.shape[0],
+        op,
+        f"expected mat_b of shape ({mat_a.shape[1]}, N) to match mat_a {shape_of(mat_a)}, got {shape_of(mat_b)}",
+    )
+    check(
+        output_dtype in _OUTPUTS,
+        op,
+        f"expected output_dtype float32, float16 or bfloat16, got {dtype_name(output_dtype)}",
+    )
+    _check_scales("scale_a", scale_a, recipe_a, mat_a, False)
+    _check_scales("scale_b", scale_b, recipe_b, mat_b, True)
+    size = (mat_a.shape[0], mat_b.shape[1])
+    if bias is not None:
+        check(
+            bias.dim() == 1 and bias.shape[0] == size[1] and bias.dtype in _OUTPUTS,
+            op,
+            f"expected bias of shape ({size[1]},) and dtype float32, float16 or bfloat16, got {shape_of(bias)} of "
+            f"{dtype_name(bias.dtype)}",
+        )
+    if input is not None:
+        check(
+            input.dtype in _OUTPUTS,
+            op,
+            f"expected input of dtype float32, float16 or bfloat16, got {dtype_name(input.dtype)}",
+        )
+        input.expand(size)
+    return mat_a.new_empty(size, dtype=output_dtype)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::quantize_fp8")
+def _(
+    input: Tensor, dtype: torch.dtype, block_rows: int, block_columns: int, power_of_two: bool = False
+) -> tuple[Tensor, Tensor]:
+    op = "quantize_fp8"
+    check_floating(op, "input", input)
+    check(
+        input.dim() == 2 and input.dtype != torch.float64,
+        op,
+        f"expected input of two dims and dtype float32, float16 or bfloat16, got {shape_of(input)} of "
+        f"{dtype_name(input.dtype)}",
+    )
+    check(dtype in _FORMATS, op, f"expected dtype float8_e4m3fn or float8_e5m2, got {dtype_name(dtype)}")
+    check(
+        block_rows >= 0 and block_columns >= 0,
+        op,
+        f"expected sizes of a block of at least 0, got {block_rows} and {block_columns}",
+    )
+    counts = [
+        (size + block - 1) // block if block > 0 else 1
+        for size, block in zip(input.shape, (block_rows, block_columns), strict=True)
+    ]
+    return input.new_empty(input.shape, dtype=dtype), input.new_empty(counts, dtype=torch.float32)

@@ -1,0 +1,114 @@
+"""Products of operands in FP8 with scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cuda_ext._rules  # noqa: F401
+from cuda_ext._checks import check_constants
+from cuda_ext._load import ops
+from cuda_ext._toolchain import NAMESPACE
+
+__all__ = ["scaled_mm"]
+
+_NAME = f"{NAMESPACE}::scaled_mm"
+_scaled_mm = ops.scaled_mm.default
+_RECIPES = {"TensorWise": 0, "RowWise": 1, "BlockWise1x128": 4, "BlockWise128x128": 5}
+
+
+def _only(argument: str, value: Any) -> Any:
+    """PyTorch takes lists of scales and recipes, for formats with two levels of scales."""
+    if isinstance(value, (list, tuple)):
+        if len(value) != 1:
+            raise RuntimeError(f"{_NAME}: expected one {argument}, got {len(value)}: formats of one level of scales")
+        return value[0]
+    return value
+
+
+def _recipe_number(argument: str, recipe: Any) -> int:
+    recipe = _only(argument, recipe)
+    name = recipe if isinstance(recipe, str) else getattr(recipe, "name", str(recipe))
+    if name not in _RECIPES:
+        raise RuntimeError(f"{_NAME}: expected {argument} of {', '.join(_RECIPES)}, got {recipe!r}")
+    return _RECIPES[name]
+
+
+def scaled_mm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    scale_a: Tensor | Sequence[Tensor],
+    scale_recipe_a: Any,
+    scale_b: Tensor | Sequence[Tensor],
+    scale_recipe_b: Any,
+    swizzle_a: Any = None,
+    swizzle_b: Any = None,
+    bias: Tensor | None = None,
+    output_dtype: torch.dtype | None = torch.bfloat16,
+    contraction_dim: Sequence[int] = (),
+    use_fast_accum: bool = False,
+    *,
+    input: Tensor | None = None,
+    beta: float = 1.0,
+) -> Tensor:
+    """``(scale_a * mat_a) @ (scale_b * mat_b) + bias + beta * input`` of operands in FP8, with the arguments of
+    `torch.nn.functional.scaled_mm` in their order, and `input` and `beta` as in `torch.addmm`.
+
+    Products are exact and sums in float32; scales multiply the sum of their block or, if none depends on the place
+    along K, that of all terms. Any sizes and strides work, also 0.
+
+    On Hopper a kernel multiplies on the tensor cores of FP8 and adds their sums of 128 terms to float32: in between
+    they keep about 14 bits. Operands that are not contiguous along K, or whose rows are not aligned to 16 bytes, are
+    copied. On other CUDA devices operands are converted to bfloat16, in which both formats are exact, and multiplied by
+    the kernel of `cuda_ext.gemm`: no faster than bfloat16, and with temporary copies.
+
+    Args:
+        mat_a: ``(M, K)``, float8_e4m3fn or float8_e5m2.
+        mat_b: ``(K, N)``, either format.
+        scale_a, scale_b: float32 factors by which the operands are multiplied, of shapes that the recipes ask for.
+        scale_recipe_a, scale_recipe_b: a `torch.nn.functional.ScalingType` or its name, any pair of them:
+            ``"TensorWise"``, one element; ``"RowWise"``, ``(M, 1)`` and ``(1, N)``; ``"BlockWise1x128"``, for each 128
+            of K, ``(M, ceil(K / 128))`` and ``(ceil(K / 128), N)``; ``"BlockWise128x128"``,
+            ``(ceil(M / 128), ceil(K / 128))`` and ``(ceil(K / 128), ceil(N / 128))``, of which the blocks of K may be
+            padded to a multiple of 4, as PyTorch wants them.
+        swizzle_a, swizzle_b, contraction_dim: as PyTorch's defaults, for its other formats.
+        bias: ``(N,)``, float32, float16 or bfloat16.
+        output_dtype: bfloat16 (default), float16 or float32.
+        use_fast_accum: no effect; PyTorch's kernels for GPUs then sum less exactly.
+        input: expands to ``(M, N)``; float32, float16 or bfloat16.
+        beta: 0 leaves `input` out, including NaN.
+
+    Returns:
+        ``(M, N)``, rounded once from the sum.
+
+    Raises:
+        RuntimeError: wrong shapes, dtypes, devices or recipes, or a tensor that requires grad: the numbers of FP8 have
+            no derivative. `cuda_ext.fp8.linear` has.
+        NotImplementedError: CUDA tensors, if no CUDA kernel is built.
+    """
+    for argument, swizzle in (("swizzle_a", swizzle_a), ("swizzle_b", swizzle_b)):
+        swizzle = _only(argument, swizzle)
+        if swizzle is not None and getattr(swizzle, "name", None) != "NO_SWIZZLE":
+            raise RuntimeError(f"{_NAME}: expected no {argument}, got {swizzle!r}")
+    if tuple(contraction_dim) not in ((), (1, 0), (-1, -2), (1, -2), (-1, 0)):
+        raise RuntimeError(f"{_NAME}: expected contraction_dim () or (1, 0), got {tuple(contraction_dim)}")
+    check_constants("scaled_mm", beta=beta)
+    numbers = [
+        _recipe_number(argument, recipe)
+        for argument, recipe in (("scale_recipe_a", scale_recipe_a), ("scale_recipe_b", scale_recipe_b))
+    ]
+    return _scaled_mm(
+        mat_a,
+        mat_b,
+        _only("scale_a", scale_a),
+        numbers[0],
+        _only("scale_b", scale_b),
+        numbers[1],
+        bias,
+        input,
+        beta,
+        output_dtype=torch.bfloat16 if output_dtype is None else output_dtype,
+    )

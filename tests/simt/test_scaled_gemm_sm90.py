@@ -1,0 +1,151 @@
+"""The kernel of scaled products on wgmma: both tile shapes, clusters, several tiles of a block, all epilogues and
+recipes; schedules, races, removed synchronisation. tests/test_scaled_mm.py has what every device must do."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from attention_sm90_cases import unnoticed_removals
+from torch import Tensor
+
+from cuda_ext import scaled_mm, testing
+from cuda_ext.fp8 import quantize
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+RECIPES = ("TensorWise", "RowWise", "BlockWise1x128", "BlockWise128x128")
+
+
+def problem(m: int, n: int, k: int, recipes: tuple[str, str], formats: tuple[torch.dtype, torch.dtype]) -> list[Any]:
+    (a, scale_a), (b, scale_b) = (
+        quantize(torch.randn(lines, k), recipe, dtype=dtype, power_of_two=True)
+        for lines, recipe, dtype in zip((m, n), recipes, formats, strict=True)
+    )
+    return [a, b.t(), scale_a, recipes[0], scale_b.t(), recipes[1]]
+
+
+def run(arguments: list[Any], options: dict[str, Any], **emulation: Any) -> tuple[Tensor, dict[str, int], list[Any]]:
+    with testing.emulated("sm_90a", **emulation) as emulated:
+        out = scaled_mm(*arguments, **options)
+        return out, dict(emulated.counters), emulated.sync_sites
+
+
+def assert_near(out: Tensor, arguments: list[Any], options: dict[str, Any]) -> None:
+    """The CPU's result: its error is that of sums in float32, and the rounding of the output."""
+    expected = scaled_mm(*arguments, **options | {"output_dtype": torch.float32})
+    magnitude = scaled_mm(*(torch.abs(each.float()).to(each.dtype) if each.dtype in (E4M3, E5M2) else each
+                            for each in arguments[:2]), *arguments[2:], output_dtype=torch.float32)  # fmt: skip
+    rounding = torch.finfo(out.dtype).eps * expected.abs() if out.dtype != torch.float32 else 0.0
+    assert ((out.float() - expected).abs() <= 2.0**-19 * magnitude + rounding + 1e-6).all()
+
+
+# Sizes and numbers of SMs: both tile shapes (256 rows where they leave no SM idle), one block and clusters of two, an
+# odd number of columns of tiles, several items of a cluster, fewer k tiles than stages and more.
+SHAPES = {
+    "256 rows": ((256, 300, 700), 4),
+    "128 rows": ((300, 300, 130), 4),
+    "one column of tiles": ((200, 100, 900), 2),
+    "several items": ((520, 260, 300), 1),
+    "several items of a cluster": ((600, 500, 200), 2),
+    "few rows": ((3, 260, 128), 4),
+}
+
+
+@pytest.mark.sampled(cases=3)
+@pytest.mark.parametrize("formats", [*itertools.product((E4M3, E5M2), repeat=2)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tiles_and_epilogues(shape: str, formats: tuple[torch.dtype, torch.dtype]) -> None:
+    sizes, processors = SHAPES[shape]
+    arguments = problem(*sizes, (random.choice(RECIPES), random.choice(RECIPES)), formats)
+    m, n, k = sizes
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        options: dict[str, Any] = {"output_dtype": dtype}
+        if random.random() < 0.5:
+            options["bias"] = torch.randn(n, dtype=random.choice((dtype, torch.float32)))
+        if random.random() < 0.5:
+            options |= {"input": torch.randn(m, n, dtype=dtype), "beta": 0.5}
+        seed = random.randrange(2**31)
+        out, counters, _ = run(arguments, options, mode="lazy", schedule="pct", seed=seed, processors=processors)
+        assert_near(out, arguments, options)
+        # 64 rows, 128 columns and 32 terms each; a row block of 64 is multiplied even if it has no row of the matrix.
+        tiles = counters["wgmma"] / (4 * -(-k // 128))
+        assert tiles >= -(-m // 64) * -(-n // 128) and counters["mma"] == 0
+
+
+def test_integers_are_exact() -> None:
+    a, b = (torch.randint(-8, 9, size).to(E4M3) for size in ((300, 900), (900, 270)))
+    one = torch.ones(1)
+    out, _, _ = run([a, b, one, "TensorWise", one, "TensorWise"], {"output_dtype": torch.float32})
+    assert out.equal(a.float() @ b.float())
+
+
+def test_operands_that_tma_cannot_read_are_copied() -> None:
+    a, b = torch.randint(-8, 9, (130, 77)).to(E4M3), torch.randint(-8, 9, (77, 50)).to(E5M2)
+    odd = torch.zeros(130 * 79 + 1, dtype=torch.uint8).view(E4M3)[1:].view(130, 79)[:, :77].copy_(a)
+    one = torch.ones(1)
+    for left, right in ((odd, b), (a.t().contiguous().t(), b.t().contiguous().t())):
+        out, counters, _ = run([left, right, one, "TensorWise", one, "TensorWise"], {"output_dtype": torch.float32})
+        assert out.equal(a.float() @ b.float()) and counters["wgmma"] > 0
+
+
+def test_promotion_keeps_what_the_tensor_cores_lose() -> None:
+    """With accumulators of 14 bits a sum of 8192 positive terms is off by the truncation of sums of 128."""
+    k = 8192
+    a, b = (torch.rand(size).add(0.5).to(E4M3) for size in ((64, k), (k, 64)))
+    one, exact = torch.ones(1), a.double() @ b.double()
+    arguments = [a, b, one, "TensorWise", one, "TensorWise"]
+    out, _, _ = run(arguments, {"output_dtype": torch.float32}, float8_sum_bits=14)
+    error = ((out.double() - exact) / exact).abs().max()
+    assert 0 < error < 5e-4, error  # a sum of 128 such terms is cut to 14 bits 4 times, 2**-13 each at most
+
+
+RACES = [
+    ((256, 300, 700), {}, 4),
+    ((300, 140, 300), {"input": True}, 1),
+    ((520, 260, 800), {"bias": True}, 2),
+    ((200, 100, 900), {"output_dtype": torch.float32}, 2),
+]
+
+
+def race_problem(sizes: tuple[int, int, int], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    m, n, _ = sizes
+    arguments = problem(*sizes, ("BlockWise1x128", "BlockWise1x128"), (E4M3, E4M3))
+    tensors = {"input": torch.randn(m, n), "bias": torch.randn(n)}
+    return arguments, {name: tensors.get(name, value) for name, value in options.items()}
+
+
+@pytest.mark.sampled(check="races")
+@pytest.mark.parametrize(("sizes", "options", "processors"), RACES, ids=str)
+def test_no_races(sizes: tuple[int, int, int], options: dict[str, Any], processors: int) -> None:
+    arguments, options = race_problem(sizes, options)
+    seed = random.randrange(2**31)
+    expected, _, _ = run(arguments, options, processors=processors, check_races=True)
+    for mode, schedule in (("lazy", "fifo"), ("lazy", "pct"), ("eager", "pct")):
+        out, _, _ = run(arguments, options, processors=processors, mode=mode, schedule=schedule, seed=seed)
+        assert out.equal(expected)
+
+
+# Calls whose removal nothing notices, with the reason.
+HARMLESS = {
+    "arch::grid_dependency_wait();": "here no kernel runs before it in the same stream",
+    "arch::grid_launch_dependents();": "lets the next kernel begin sooner",
+}
+
+
+@pytest.mark.sampled(check="races", slow=True)
+def test_removal_of_any_synchronisation_is_noticed() -> None:
+    def once(arguments: list[Any], options: dict[str, Any], processors: int) -> Any:
+        def of(**emulation: Any) -> tuple[list[Tensor], list[Any]]:
+            out, _, sites = run(arguments, options, processors=processors, **emulation)
+            return [out], sites
+
+        return of
+
+    runs = [once(*race_problem(sizes, options), processors) for sizes, options, processors in RACES]
+    calls, unnoticed = unnoticed_removals(runs, lambda name: name.startswith("scaled_gemm_sm90"))
+    assert calls >= 8
+    assert len(unnoticed) == len(HARMLESS), unnoticed
+    assert all(any(code in line for line in unnoticed) for code in HARMLESS), unnoticed

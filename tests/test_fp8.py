@@ -1,0 +1,245 @@
+"""fp8.linear and fp8.convert: the three products of each recipe, transforms, models, training."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import cuda_ext
+from cuda_ext import fp8
+from cuda_ext.testing.references import scaled_elements
+
+RECIPES = fp8.RECIPES
+TOKENS = {"tensorwise": "TensorWise", "blockwise": "BlockWise1x128"}
+WEIGHTS = {"tensorwise": "TensorWise", "blockwise": "BlockWise128x128"}
+
+
+def rounded(x: Tensor, scaling: str, dtype: torch.dtype, power_of_two: bool) -> Tensor:
+    """What x is in FP8, in float64."""
+    data, scales = fp8.quantize(x, scaling, dtype=dtype, power_of_two=power_of_two)
+    return scaled_elements(data, scales, scaling)
+
+
+def definition(x: Tensor, weight: Tensor, grad: Tensor, recipe: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The output and the gradients of input and weight, in float64."""
+    tokens, weights = TOKENS.get(recipe, "RowWise"), WEIGHTS.get(recipe, "RowWise")
+    power_of_two = recipe != "tensorwise"
+    of_grad = torch.float8_e5m2 if recipe == "tensorwise" else torch.float8_e4m3fn
+    e4m3 = torch.float8_e4m3fn
+    out = rounded(x, tokens, e4m3, power_of_two) @ rounded(weight, weights, e4m3, power_of_two).t()
+    grad_x = rounded(grad, tokens, of_grad, power_of_two) @ rounded(weight.t(), weights, e4m3, power_of_two).t()
+    if recipe == "rowwise_with_gw_hp":
+        return out, grad_x, grad.double().t() @ x.double()
+    grad_weight = rounded(grad.t(), tokens, of_grad, power_of_two) @ rounded(x.t(), tokens, e4m3, power_of_two).t()
+    return out, grad_x, grad_weight
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("shape", [(5, 7, 9), (150, 300, 140), (1, 128, 256)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_three_products(recipe: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    m, k, n = shape
+    x = torch.randn(m, k).to(dtype).requires_grad_()
+    weight = torch.randn(n, k).to(dtype).requires_grad_()
+    bias = torch.randn(n).to(dtype).requires_grad_()
+    out = fp8.linear(x, weight, bias, recipe=recipe)
+    grad = torch.randn(m, n).to(dtype)
+    found = (out, *torch.autograd.grad(out, (x, weight, bias), grad))
+    expected = definition(x.detach(), weight.detach(), grad, recipe)
+    expected = (expected[0] + bias.detach().double(), *expected[1:], grad.double().sum(0))
+    for mine, theirs, terms in zip(found, expected, (k, n, m, m), strict=True):
+        assert mine.dtype == dtype
+        # Rounded once to the dtype; sums in float32 (products of a rounded gradient, where the recipe says so).
+        bound = torch.finfo(dtype).eps
+        torch.testing.assert_close(mine.double(), theirs, rtol=bound, atol=max(bound, 1e-6) * math.sqrt(terms) * 4)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_leading_dims_missing_bias_and_frozen_parameters(recipe: str) -> None:
+    x, weight = torch.randn(2, 3, 40, requires_grad=True), torch.randn(24, 40)
+    out = fp8.linear(x, weight, recipe=recipe)
+    assert out.shape == (2, 3, 24)
+    out.sum().backward()  # a gradient of strides 0
+    assert x.grad is not None and x.grad.shape == x.shape
+    weight.requires_grad_()
+    (grad,) = torch.autograd.grad(fp8.linear(x.detach(), weight, recipe=recipe).sum(), weight)
+    assert grad.shape == weight.shape
+    assert fp8.linear(torch.randn(0, 40), weight, recipe=recipe).shape == (0, 24)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_saved_for_backward(recipe: str) -> None:
+    x, weight = torch.randn(64, 256, requires_grad=True), torch.randn(128, 256, requires_grad=True)
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        fp8.linear(x, weight, recipe=recipe)
+    others = sum(each.nbytes for each in saved if each.data_ptr() != weight.data_ptr())
+    limit = x.nbytes if recipe == "rowwise_with_gw_hp" else x.numel() * 1.07  # with a scale for each column, of 64 rows
+    assert x.numel() <= others <= limit
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_checkpointed_and_functional(recipe: str) -> None:
+    x, weight = torch.randn(20, 130, requires_grad=True), torch.randn(30, 130, requires_grad=True)
+
+    def loss(x: Tensor, weight: Tensor) -> Tensor:
+        return fp8.linear(x, weight, recipe=recipe).square().sum()
+
+    expected = torch.autograd.grad(loss(x, weight), (x, weight))
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    checkpointed: Any = torch.utils.checkpoint.checkpoint(loss, x, weight, use_reentrant=False)
+    for found in (
+        torch.autograd.grad(compiled(x, weight), (x, weight)),
+        torch.autograd.grad(checkpointed, (x, weight)),
+        torch.func.grad(loss, (0, 1))(x.detach(), weight.detach()),
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_autocast_decides_the_dtype_of_the_output() -> None:
+    x, weight = torch.randn(20, 130, requires_grad=True), torch.randn(30, 130, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = fp8.linear(x, weight)
+    assert out.dtype == torch.bfloat16
+    assert out.equal(fp8.linear(x, weight).bfloat16())
+    out.float().square().sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.float32
+
+
+def test_second_derivatives_are_refused() -> None:
+    x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(fp8.linear(x, weight).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_errors() -> None:
+    x, weight = torch.randn(4, 8), torch.randn(8, 8)
+    with pytest.raises(RuntimeError, match=r"fp8: expected a recipe of tensorwise, rowwise, .* got 'mxfp8'"):
+        fp8.linear(x, weight, recipe="mxfp8")
+    with pytest.raises(RuntimeError, match=r"fp8.linear: expected input \(..., K\) and weight \(N, K\), got \(4, 8\)"):
+        fp8.linear(x, weight[:, :7])
+    with pytest.raises(RuntimeError, match=r"fp8: expected a recipe"):
+        fp8.convert(nn.Linear(8, 8), "delayed")
+
+
+# Models
+
+
+class Scaled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), Scaled(128, 128), nn.Linear(128, 96), nn.Linear(96, 8))
+
+
+def test_convert_reports_and_reverts() -> None:
+    net = model()
+    parameters = [id(parameter) for parameter in net.parameters()]
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    report = fp8.convert(net, "blockwise", lambda name, layer: name == "3", least_features=32)
+    assert report.converted == ["0"] and list(report.kept) == ["2", "3", "4"]
+    assert report.kept["3"] == "by keep" and "Scaled" in report.kept["2"] and "96 x 8" in report.kept["4"]
+    assert str(report).startswith("1 linear layers in FP8, 3 kept\n  2: a Scaled")
+    assert isinstance(net[0], nn.Linear) and "fp8=blockwise" in repr(net)
+    assert [id(parameter) for parameter in net.parameters()] == parameters
+    assert all(value.equal(state[name]) for name, value in net.state_dict().items())
+    x = torch.randn(6, 64)
+    assert net[0](x).equal(fp8.linear(x, net[0].weight, net[0].bias, recipe="blockwise"))
+    assert copy.deepcopy(net)(x).equal(net(x))
+    assert fp8.convert(net, "rowwise", least_features=32).converted == ["0", "3"]
+    fp8.revert(net)
+    assert [type(layer) for layer in net] == [type(layer) for layer in model()] and "fp8" not in repr(net)
+    assert net[0](x).equal(F.linear(x, net[0].weight, net[0].bias))
+
+
+def test_layers_are_kept_that_are_too_small_to_gain() -> None:
+    report = fp8.convert(model())
+    assert not report.converted and len(report.kept) == 4
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_converges_as_in_float32(recipe: str) -> None:
+    torch.manual_seed(0)
+    target = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+    student = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+    twin = copy.deepcopy(student)
+    fp8.convert(twin, recipe, least_features=1)
+    losses = []
+    for net in (student, twin):
+        torch.manual_seed(1)
+        optimizer = torch.optim.Adam(net.parameters(), 3e-3)
+        for _ in range(200):
+            x = torch.randn(256, 32)
+            loss = F.mse_loss(net(x), target(x).detach())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(float(loss))
+    assert losses[1] < 1.15 * losses[0] + 2e-3, losses  # the first loss is about 0.1
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@on_ranks(2)
+def test_data_parallel_and_fsdp(sharded: bool) -> None:
+    """As the mean of both ranks' gradients: scales are those of the rows of a rank."""
+    rank = torch.distributed.get_rank()
+    net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
+    fp8.convert(net, least_features=1)
+    halves = torch.randn(2, 8, 32)
+    expected = [torch.zeros_like(parameter) for parameter in net.parameters()]
+    for half in halves:
+        grads = torch.autograd.grad(net(half).square().sum(), [*net.parameters()])
+        expected = [total + grad / 2 for total, grad in zip(expected, grads, strict=True)]
+    if sharded:
+        for layer in (net[0], net[2], net):
+            fully_shard(layer)
+        net(halves[rank]).square().sum().backward()
+        found = [parameter.grad.full_tensor() for parameter in net.parameters()]
+    else:
+        wrapper = cuda_ext.distributed.BucketedDataParallel(net)
+        wrapper(halves[rank]).square().sum().backward()
+        found = [parameter.grad for parameter in net.parameters()]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("module", ["Linear", "MLP", "GatedMLP", "SelfAttention"])
+def test_modules_in_fp8(module: str) -> None:
+    """As their layers one after the other; from the constructor or by convert, and back."""
+    make: Any = getattr(cuda_ext.nn, module)
+    sizes = {"Linear": (64, 64), "SelfAttention": (64, 4)}.get(module, (64, 96))
+    options: dict[str, Any] = {"Linear": {"activation": "relu"}}.get(module, {})
+    net = make(*sizes, **options)
+    x, residual = torch.randn(2, 6, 64), torch.randn(2, 6, 64)
+    exact = net(x, residual=residual)
+    report = fp8.convert(net, "blockwise", least_features=1)
+    assert len(report.converted) == (1 if module == "Linear" else 2) and not report.kept
+    found = net(x, residual=residual)
+    assert 0 < (found - exact).abs().max() < 0.3
+    if module != "SelfAttention":
+        twin = make(*sizes, **options, fp8="blockwise")
+        twin.load_state_dict(net.state_dict())
+        assert twin(x, residual=residual).equal(found) and "fp8=blockwise" in repr(twin)
+    if module == "GatedMLP":
+        gate, up = fp8.linear(x, net.gate_up_proj.weight, recipe="blockwise").chunk(2, -1)
+        hidden = F.silu(gate) * up
+        assert found.equal(fp8.linear(hidden, net.down_proj.weight, recipe="blockwise") + residual)
+    fp8.revert(net)
+    assert net(x, residual=residual).equal(exact)
