@@ -23,6 +23,8 @@ _RECIPES = {"TensorWise": 0, "RowWise": 1, "BlockWise1x128": 4, "BlockWise128x12
 def _only(argument: str, value: Any) -> Any:
     """PyTorch takes lists of scales and recipes, for formats with two levels of scales."""
     if isinstance(value, (list, tuple)):
+        if not value and argument.startswith("swizzle"):
+            return None
         if len(value) != 1:
             raise RuntimeError(f"{_NAME}: expected one {argument}, got {len(value)}: formats of one level of scales")
         return value[0]
@@ -57,23 +59,23 @@ def scaled_mm(
     """``(scale_a * mat_a) @ (scale_b * mat_b) + bias + beta * input`` of operands in FP8, with the arguments of
     `torch.nn.functional.scaled_mm` in their order, and `input` and `beta` as in `torch.addmm`.
 
-    Products are exact and sums in float32; scales multiply the sum of their block or, if none depends on the place
-    along K, that of all terms. Any sizes and strides work, also 0.
+    Products are exact and sums in float32; scales multiply the sum of their block or, on a CPU and if none depends on
+    the place along K, that of all terms. Any sizes and strides work, also 0.
 
-    On Hopper a kernel multiplies on the tensor cores of FP8 and adds their sums of 128 terms to float32: in between
-    they keep about 14 bits. Operands that are not contiguous along K, or whose rows are not aligned to 16 bytes, are
-    copied. On other CUDA devices operands are converted to bfloat16, in which both formats are exact, and multiplied by
-    the kernel of `cuda_ext.gemm`: no faster than bfloat16, and with temporary copies.
+    On Hopper a kernel multiplies on the tensor cores of FP8, which keep about 14 bits of a sum, and adds each 128
+    terms, times their scales, to a sum in float32. Operands that are not contiguous along K, or whose rows are not
+    aligned to 16 bytes, are copied. On other CUDA devices operands are converted to bfloat16, in which both formats are
+    exact, and multiplied by the kernel of `cuda_ext.gemm`: no faster than bfloat16, and with temporary copies.
 
     Args:
         mat_a: ``(M, K)``, float8_e4m3fn or float8_e5m2.
         mat_b: ``(K, N)``, either format.
         scale_a, scale_b: float32 factors by which the operands are multiplied, of shapes that the recipes ask for.
         scale_recipe_a, scale_recipe_b: a `torch.nn.functional.ScalingType` or its name, any pair of them:
-            ``"TensorWise"``, one element; ``"RowWise"``, ``(M, 1)`` and ``(1, N)``; ``"BlockWise1x128"``, for each 128
-            of K, ``(M, ceil(K / 128))`` and ``(ceil(K / 128), N)``; ``"BlockWise128x128"``,
-            ``(ceil(M / 128), ceil(K / 128))`` and ``(ceil(K / 128), ceil(N / 128))``, of which the blocks of K may be
-            padded to a multiple of 4, as PyTorch wants them.
+            ``"TensorWise"``, one element; ``"RowWise"``, ``(M, 1)`` and ``(1, N)``; ``"BlockWise1x128"``,
+            ``(M, ceil(K / 128))`` and ``(N, ceil(K / 128))``; ``"BlockWise128x128"``,
+            ``(ceil(K / 128), ceil(M / 128))`` and ``(ceil(K / 128), ceil(N / 128))``, of which the blocks of K may be
+            padded to a multiple of 4. These are PyTorch's shapes; any strides.
         swizzle_a, swizzle_b, contraction_dim: as PyTorch's defaults, for its other formats.
         bias: ``(N,)``, float32, float16 or bfloat16.
         output_dtype: bfloat16 (default), float16 or float32.

@@ -64,32 +64,34 @@ def quantize(
         power_of_two: whether scales are rounded up to powers of two, so that they add no rounding error. Default False.
 
     Returns:
-        ``data``, ``(R, C)``, and ``scales``, float32: ``(1, 1)``, ``(R, 1)``, ``(R, ceil(C / 128))`` or
-        ``(ceil(R / 128), ceil(C / 128))``. They have no gradient. For the right operand of a product pass
-        ``data.t()`` and ``scales.t()``.
+        ``data``, ``(R, C)``, and ``scales``, float32, as `cuda_ext.scaled_mm` takes them for the left operand: ``(1,
+        1)``, ``(R, 1)``, ``(R, ceil(C / 128))`` or ``(ceil(C / 128), ceil(R / 128))``. They have no gradient. For the
+        right operand of a product pass ``data.t()`` and the same scales, which for ``"RowWise"`` may have either shape.
 
     Raises:
         RuntimeError: wrong shape, dtype or scaling.
     """
     if scaling not in _BLOCKS:
         raise RuntimeError(f"{NAMESPACE}::quantize_fp8: expected scaling of {', '.join(_BLOCKS)}, got {scaling!r}")
-    return ops.quantize_fp8.default(input, dtype, *_BLOCKS[scaling], power_of_two)
+    data, scales = ops.quantize_fp8.default(input, dtype, *_BLOCKS[scaling], power_of_two)
+    return data, scales.t() if scaling == "BlockWise128x128" else scales
 
 
 class _Quantized(NamedTuple):
-    """An operand of a product."""
+    """An operand of a product, quantised along the sum."""
 
-    data: Tensor
+    data: Tensor  # (lines, K)
     scales: Tensor
     scaling: str
 
-    def t(self) -> _Quantized:
+    def transposed(self) -> _Quantized:
+        """Of scales of squares, which are the same along both dims."""
         return _Quantized(self.data.t(), self.scales.t(), self.scaling)
 
     def mm(self, other: _Quantized, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        return scaled_mm(
-            self.data, other.data, self.scales, self.scaling, other.scales, other.scaling, bias=bias, output_dtype=dtype
-        )
+        """(lines, lines of the other)"""
+        left, right = (self.scales, self.scaling), (other.scales, other.scaling)
+        return scaled_mm(self.data, other.data.t(), *left, *right, bias=bias, output_dtype=dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +132,7 @@ class _Linear(torch.autograd.Function):
         rows: Tensor, weight: Tensor, bias: Tensor | None, recipe_name: str, dtype: torch.dtype, saves_rows: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         recipe = _RECIPES[recipe_name]
-        out = recipe.of_tokens(rows).mm(recipe.of_weight(weight).t(), dtype, bias)
+        out = recipe.of_tokens(rows).mm(recipe.of_weight(weight), dtype, bias)
         if saves_rows and recipe.quantizes_weight_grad:
             saved = recipe.of_tokens(rows.t())
             return out, saved.data, saved.scales
@@ -155,16 +157,17 @@ class _Linear(torch.autograd.Function):
         recipe = _RECIPES[ctx.recipe]
         grad_input = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            of_weight = recipe.of_weight(weight.t()).t() if recipe.weight == "RowWise" else recipe.of_weight(weight)
+            by_rows = recipe.weight == "RowWise"
+            of_weight = recipe.of_weight(weight.t()) if by_rows else recipe.of_weight(weight).transposed()
             grad_input = recipe.of_tokens(grad, recipe.grad_dtype).mm(of_weight, ctx.dtype)
         if ctx.needs_input_grad[1]:
             if recipe.quantizes_weight_grad:
-                of_rows = _Quantized(data, scales, recipe.tokens).t()
-                grad_weight = recipe.of_tokens(grad.t(), recipe.grad_dtype).mm(of_rows, torch.float32).to(weight.dtype)
+                of_rows = _Quantized(data, scales, recipe.tokens)
+                grad_weight = recipe.of_tokens(grad.t(), recipe.grad_dtype).mm(of_rows, weight.dtype)
             else:
-                grad_weight = gemm(grad.to(rows.dtype).t(), rows).to(weight.dtype)
+                grad_weight = gemm(grad.to(rows.dtype).t(), rows, out_dtype=weight.dtype)
         if ctx.needs_input_grad[2]:
-            grad_bias = grad.sum(0).to(ctx.bias_dtype)
+            grad_bias = grad.sum(0, dtype=ctx.bias_dtype)
         return grad_input, grad_weight, grad_bias, None, None, None
 
 
@@ -192,7 +195,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe:
     autocasts = device != "meta" and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocasts else input.dtype
     saves_rows = weight.requires_grad and torch.is_grad_enabled()
-    rows = input.reshape(-1, input.shape[-1])
+    rows = input.flatten(0, -2) if input.dim() > 1 else input.unsqueeze(0)
     out = _Linear.apply(rows, weight, bias, recipe, dtype, saves_rows)[0]
     return out.view(*input.shape[:-1], weight.shape[0])
 
@@ -200,10 +203,11 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe:
 class Float8Linear(nn.Linear):
     """A `torch.nn.Linear` that multiplies in FP8; `convert` makes one of a layer by changing its class."""
 
-    fp8: str  # the recipe
+    fp8: str | None  # the recipe; None: not in FP8
 
-    def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias, recipe=self.fp8)
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        out = super().forward(input) if self.fp8 is None else linear(input, self.weight, self.bias, recipe=self.fp8)
+        return out if residual is None else out + residual  # in place of a `cuda_ext.nn.Linear`
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fp8={self.fp8}"
@@ -222,8 +226,9 @@ class Report:
 
 
 def _reason_to_keep(name: str, layer: nn.Linear, keep: Callable[[str, nn.Linear], bool], least_features: int) -> str:
-    if type(layer) is not nn.Linear and not hasattr(layer, "fp8"):
-        return f"a {type(layer).__name__}, which may compute something else"
+    ours = hasattr(layer, "fp8") and type(layer).__module__.startswith(f"{__package__}.")
+    if not (type(layer) is nn.Linear or ours) or "forward" in vars(layer):
+        return f"a {type(layer).__name__} with a forward of its own"
     if keep(name, layer):
         return "by keep"
     if min(layer.in_features, layer.out_features) < least_features:
@@ -251,7 +256,7 @@ def convert(
         keep: called with the name and the layer; True leaves it as it is. Models usually keep their last layer, whose
             logits need the precision: ``lambda name, layer: name == "lm_head"``.
         least_features: layers with fewer inputs or outputs are kept: converting their operands would take longer than
-            FP8 saves. Default 1024.
+            FP8 saves. Default 1024, a guess: on GPUs, where conversion is not yet a kernel, few layers gain at all.
 
     Returns:
         a `Report`; print it.
@@ -280,5 +285,5 @@ def revert(model: nn.Module) -> None:
         if type(layer) is Float8Linear:
             del layer.fp8
             layer.__class__ = nn.Linear  # type: ignore[assignment]
-        elif isinstance(layer, nn.Linear) and hasattr(layer, "fp8"):
+        elif isinstance(layer, nn.Linear) and hasattr(layer, "fp8"):  # ours, or sharded by FSDP2, which changes classes
             layer.fp8 = None  # type: ignore[assignment]

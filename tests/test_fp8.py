@@ -60,7 +60,7 @@ def test_the_three_products(recipe: str, dtype: torch.dtype, shape: tuple[int, i
     for mine, theirs, terms in zip(found, expected, (k, n, m, m), strict=True):
         assert mine.dtype == dtype
         # Rounded once to the dtype; sums in float32 (products of a rounded gradient, where the recipe says so).
-        bound = torch.finfo(dtype).eps
+        bound = max(torch.finfo(dtype).eps, 2.0**-11 * x.is_cuda)  # tensor cores of FP8 keep about 14 bits of a sum
         torch.testing.assert_close(mine.double(), theirs, rtol=bound, atol=max(bound, 1e-6) * math.sqrt(terms) * 4)
 
 
@@ -75,6 +75,8 @@ def test_leading_dims_missing_bias_and_frozen_parameters(recipe: str) -> None:
     (grad,) = torch.autograd.grad(fp8.linear(x.detach(), weight, recipe=recipe).sum(), weight)
     assert grad.shape == weight.shape
     assert fp8.linear(torch.randn(0, 40), weight, recipe=recipe).shape == (0, 24)
+    assert fp8.linear(torch.randn(40), weight, recipe=recipe).shape == (24,)
+    assert fp8.linear(torch.randn(2, 3, 0), torch.randn(24, 0), recipe=recipe).equal(torch.zeros(2, 3, 24))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -95,18 +97,18 @@ def test_what_is_saved_for_backward(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_checkpointed_and_functional(recipe: str) -> None:
-    x, weight = torch.randn(20, 130, requires_grad=True), torch.randn(30, 130, requires_grad=True)
+    leaves = [torch.randn(shape, requires_grad=True) for shape in ((20, 130), (30, 130), (30,))]
 
-    def loss(x: Tensor, weight: Tensor) -> Tensor:
-        return fp8.linear(x, weight, recipe=recipe).square().sum()
+    def loss(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return fp8.linear(x, weight, bias, recipe=recipe).square().sum()
 
-    expected = torch.autograd.grad(loss(x, weight), (x, weight))
+    expected = torch.autograd.grad(loss(*leaves), leaves)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    checkpointed: Any = torch.utils.checkpoint.checkpoint(loss, x, weight, use_reentrant=False)
+    checkpointed: Any = torch.utils.checkpoint.checkpoint(loss, *leaves, use_reentrant=False)
     for found in (
-        torch.autograd.grad(compiled(x, weight), (x, weight)),
-        torch.autograd.grad(checkpointed, (x, weight)),
-        torch.func.grad(loss, (0, 1))(x.detach(), weight.detach()),
+        torch.autograd.grad(compiled(*leaves), leaves),
+        torch.autograd.grad(checkpointed, leaves),
+        torch.func.grad(loss, (0, 1, 2))(*(leaf.detach() for leaf in leaves)),
     ):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
@@ -213,6 +215,8 @@ def test_data_parallel_and_fsdp(sharded: bool) -> None:
             fully_shard(layer)
         net(halves[rank]).square().sum().backward()
         found = [parameter.grad.full_tensor() for parameter in net.parameters()]
+        fp8.revert(net)  # also of the classes that FSDP2 makes
+        assert net(halves[rank]).isfinite().all()
     else:
         wrapper = cuda_ext.distributed.BucketedDataParallel(net)
         wrapper(halves[rank]).square().sum().backward()

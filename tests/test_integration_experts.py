@@ -89,7 +89,9 @@ def test_models_as_eager(name: str) -> None:
     assert_close_to_reference(actual, expected, logits, name="logits")
     assert found.keys() == gradients.keys()
     for each, gradient in gradients.items():
-        assert_close_to_reference(found[each], gradient, references[each], name=each)
+        # A sum whose few elements, as those of sinks, plain PyTorch may by luck round well: some roundings of it.
+        atol = 8 * torch.finfo(gradient.dtype).eps * float(references[each].abs().max())
+        assert_close_to_reference(found[each], gradient, references[each], atol=atol, name=each)
 
 
 def test_compiles_without_a_break() -> None:

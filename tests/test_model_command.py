@@ -52,6 +52,7 @@ def test_document_is_current() -> None:
         document.BEGIN: document.table(),
         document.BEGIN_SHARES: document.shares(),
         document.BEGIN_LOSSES: document.losses(),
+        document.BEGIN_SCALED: document.scaled(),
         document.BEGIN_MASKS: document.masks(),
     }
     for begin, section in sections.items():
@@ -71,11 +72,12 @@ def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(document, "predicted_times", lambda: "{}")
     monkeypatch.setattr(document, "losses", lambda: "| 2.00 |\n")
     monkeypatch.setattr(document, "masks", lambda: "| 3.00 |\n")
-    begins = (document.BEGIN, document.BEGIN_SHARES, document.BEGIN_LOSSES, document.BEGIN_MASKS)
+    monkeypatch.setattr(document, "scaled", lambda: "| 4.00 |\n")
+    begins = (document.BEGIN, document.BEGIN_SHARES, document.BEGIN_LOSSES, document.BEGIN_SCALED, document.BEGIN_MASKS)
     tables = "before\n" + "".join(f"{begin}\n{{}}{END}\nbetween\n" for begin in begins)
-    page.write_text(tables.format("| old |\n", "", "", ""))
+    page.write_text(tables.format("| old |\n", "", "", "", ""))
     assert command.main(["--write"]) == 0
-    assert page.read_text() == tables.format("| new |\n", "| 1.00 |\n", "| 2.00 |\n", "| 3.00 |\n")
+    assert page.read_text() == tables.format("| new |\n", "| 1.00 |\n", "| 2.00 |\n", "| 4.00 |\n", "| 3.00 |\n")
     assert times.read_text() == "{}"
     page.write_text("nothing")
     assert command.main(["--write"]) == 2

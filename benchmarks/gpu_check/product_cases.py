@@ -272,10 +272,11 @@ def scaled(m: int, n: int, k: int, recipes: tuple[str, str], formats: tuple[torc
     b, scale_b = fp8.quantize(torch.randn(n, k), right, dtype=of_right)
 
     def run(a: Tensor, b: Tensor, dtype: torch.dtype = BFLOAT16) -> Tensor:
-        return cuda_ext.scaled_mm(a, b.t(), scale_a, left, scale_b.t(), right, output_dtype=dtype)
+        return cuda_ext.scaled_mm(a, b.t(), scale_a, left, scale_b, right, output_dtype=dtype)
 
-    exact = testing.reference_scaled_mm(a, b.t(), scale_a, left, scale_b.t(), right)
-    results = {name_of(dtype): (run(a, b, dtype), exact) for dtype in (BFLOAT16, FLOAT16, FLOAT32)}
+    exact = testing.reference_scaled_mm(a, b.t(), scale_a, left, scale_b, right)
+    # Not to float32: the tensor cores keep about 14 bits of a sum.
+    results = {name_of(dtype): (run(a, b, dtype), exact) for dtype in (BFLOAT16, FLOAT16)}
     return results | again(run, a, b)
 
 
@@ -291,7 +292,8 @@ def scaled_cases(large: bool) -> Iterator[Case]:
                 (("RowWise", "RowWise"), (e4m3, e5m2), (61, 130, 300)),
                 (("RowWise", "RowWise"), (e5m2, e4m3), (1000, 2056, 1000)),
                 ((blocks[0], blocks[0]), (e5m2, e5m2), (520, 392, 1480)),
-                (blocks, (e4m3, e4m3), (4104, 4096, 4096)),  # several tiles for each block
+                (blocks, (e4m3, e4m3), (4104, 4096, 4096)),  # several tiles for each block, of 128 rows
+                (blocks, (e4m3, e4m3), (8192, 8192, 520)),  # of 256
             )
             if large
             else ()

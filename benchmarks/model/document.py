@@ -12,6 +12,7 @@ from benchmarks.model.loss_work import predict_loss
 from benchmarks.model.mask_work import LENGTH, predict_mask
 from benchmarks.model.predicted import GROUPS, compare, groups, made_up
 from benchmarks.model.prediction import predict_attention, predict_gemm
+from benchmarks.model.scaled_work import predict_scaled
 from benchmarks.model.tables import markdown
 from benchmarks.presentation.formatting import with_section
 from benchmarks.suites.bench_attention import Problem
@@ -22,10 +23,13 @@ DOCUMENT = results.ROOT.parents[1] / "docs" / "model.md"
 BEGIN = "<!-- written by python -m benchmarks model --write -->"
 BEGIN_SHARES = "<!-- shares of the fastest library, written by python -m benchmarks model --write -->"
 BEGIN_LOSSES = "<!-- losses, written by python -m benchmarks model --write -->"
+BEGIN_SCALED = "<!-- FP8, written by python -m benchmarks model --write -->"
 BEGIN_MASKS = "<!-- block masks, written by python -m benchmarks model --write -->"
 MASKS = [Mask("causal documents", LENGTH), Mask("causal documents", LENGTH, document=2048)]
 MASKS += [Mask("window + global", LENGTH), Mask("prefix-LM", LENGTH)]
 MASK_GPUS = (GPUS["a100"], GPUS["h200"])
+SCALED_GPU = GPUS["h200"]
+SCALED = ((4096,) * 3, (8192,) * 3, (8192, 4096, 14336), (8192, 14336, 4096), (2048, 2048, 2048), (64, 8192, 8192))
 LOSS_GPU, LOSS_LIMIT = GPUS["h200"], 4 * 2**30
 MEASURED = GPUS["h100"]
 MEASUREMENTS = results.ROOT / MEASURED.folder
@@ -81,6 +85,26 @@ def losses() -> str:
     return markdown(head, rows)
 
 
+def scaled() -> str:
+    """Products of FP8, beside the same product in bfloat16."""
+    head = ["M, N, K", "tile", "time, µs", "TFLOP/s", "limit", "of the time in bfloat16"]
+    rows = []
+    for shape in SCALED:
+        p, wide = predict_scaled(SCALED_GPU, *shape), predict_gemm(SCALED_GPU, *shape, "bfloat16", "nt")[0]
+        seconds = p.time.seconds
+        rows.append(
+            [
+                ", ".join(map(str, shape)),
+                p.tile,
+                f"{1e6 * seconds:.0f}",
+                f"{p.flops / seconds / 1e12:.0f}",
+                p.time.binding,
+                f"{seconds / wide.seconds:.2f}",
+            ]
+        )
+    return markdown(head, rows)
+
+
 def masks() -> str:
     """The rate of listed blocks relative to that of all blocks without a mask, forward and backward, and the time of
     packed sequences relative to that of the documents' lists."""
@@ -114,5 +138,6 @@ def write() -> None:
     DOCUMENT.write_text(with_section(DOCUMENT, BEGIN, table()))
     DOCUMENT.write_text(with_section(DOCUMENT, BEGIN_SHARES, shares()))
     DOCUMENT.write_text(with_section(DOCUMENT, BEGIN_LOSSES, losses()))
+    DOCUMENT.write_text(with_section(DOCUMENT, BEGIN_SCALED, scaled()))
     DOCUMENT.write_text(with_section(DOCUMENT, BEGIN_MASKS, masks()))
     comparison.PREDICTED.write_text(predicted_times())

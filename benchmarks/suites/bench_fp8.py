@@ -55,13 +55,13 @@ def pytorchs_scales(given: Operands) -> tuple[Tensor, Tensor]:
         return given.scale_a.view(()), given.scale_b.view(())
     if given.scalings[0] == "RowWise":
         return given.scale_a, given.scale_b.t()
-    return given.scale_a.t().contiguous().t(), given.scale_b.t()
+    return given.scale_a.t().contiguous().t(), given.scale_b
 
 
 def product(device: str, recipe: str, m: int, n: int, k: int) -> Case:
     def ours(given: Operands) -> Call:
         left, right = given.scalings
-        return lambda: cuda_ext.scaled_mm(given.a, given.b.t(), given.scale_a, left, given.scale_b.t(), right)
+        return lambda: cuda_ext.scaled_mm(given.a, given.b.t(), given.scale_a, left, given.scale_b, right)
 
     def theirs(given: Operands) -> Call:
         scales = pytorchs_scales(given)
@@ -69,7 +69,7 @@ def product(device: str, recipe: str, m: int, n: int, k: int) -> Case:
 
     def exact(given: Operands) -> Tensor:
         left, right = given.scalings
-        return testing.reference_scaled_mm(given.a, given.b.t(), given.scale_a, left, given.scale_b.t(), right)
+        return testing.reference_scaled_mm(given.a, given.b.t(), given.scale_a, left, given.scale_b, right)
 
     sides: dict[str, Callable[[Operands], Call]] = {OURS: ours}
     if recipe in PYTORCH[device]:

@@ -9,10 +9,11 @@ namespace cuda_ext {
 // Scales are for blocks of this many elements along k, and of 1 or of this many lines (rows of a, columns of b).
 constexpr int64_t kScaleBlock = 128;
 
-// The float32 scales of an operand. Strides of 0: all lines or blocks have one.
+// The float32 scales of an operand, with any strides.
 struct Scales {
   const float* data = nullptr;
-  int line_shift = 0;  // 2^line_shift lines share a scale
+  int line_shift = 0;       // 2^line_shift lines share a scale
+  bool has_blocks = false;  // each block of k has its own
   int64_t line_stride = 0;
   int64_t block_stride = 0;
 
@@ -36,7 +37,7 @@ struct ScaledGemmParams {
   Operand c;  // (m, n)
   Output out;
 
-  bool has_blocks() const { return scale_a.block_stride != 0 || scale_b.block_stride != 0; }
+  bool has_blocks() const { return scale_a.has_blocks || scale_b.has_blocks; }
 };
 
 // out = input / scale, rounded to nearest even, and the scales, each for a block of (block_rows, block_columns):

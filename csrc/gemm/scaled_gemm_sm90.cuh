@@ -11,13 +11,13 @@
 //                empty[stage]: 1 arrival per consumer warp of each block of the cluster.
 //                Named barriers 1, 2: the 128 threads of a consumer, around what they share in shared memory.
 // Shared memory  per stage (block_m + 128) lines of 128 bytes and as many scales; per consumer 16 KB to stage the
-//                output and a bias of 128 floats; barriers. 186 or 214 KB.
+//                output and a bias of 128 floats; barriers. 186 or 203 KB.
 // Registers      168 at launch, then 40 for warpgroup 0 and 232 for consumers: 64 of a k tile's product, and 128 or 64
 //                of sums.
 // Promotion      The tensor cores add products of FP8 with about 14 bits (simt/float8_sum.h). So a wgmma sums 128 terms
 //                at most; then the product, times the scales of its row, column and block, is added to float32
-//                registers. Meanwhile the other consumer multiplies. Scales that are the same for all blocks of k are
-//                multiplied in like the others: it costs nothing.
+//                registers. Meanwhile the other consumer multiplies. If all columns of a tile have one scale, it is
+//                multiplied with that of the row first; scales of columns that are the same for all k come at the end.
 #pragma once
 
 #include "arch/cluster.cuh"
@@ -27,11 +27,12 @@
 namespace cuda_ext::sm90 {
 
 // One instantiation of the kernel: its constants, and what the epilogue needs to know (epilogue_sm90.cuh).
-template <class A, class B, int block_m>
+template <class A, class B, int block_m, bool columns_vary>
 struct ScaledGemm {
   using OperandA = A;
   using OperandB = B;
   static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
+  static constexpr bool kColumnsVary = columns_vary;  // as in ScaledPlan
   static constexpr bool kSwapped = false;
   static constexpr int kBlockM = block_m, kBlockN = kScaledBlockN;
   static constexpr int kWarpgroupM = block_m / kConsumers, kRowBlocks = kWarpgroupM / kRowBlock;
@@ -128,7 +129,14 @@ DEVICE void load_scales(const ScaledGemmParams& params, const ScaledPlan& plan, 
     arch::barrier_wait(shared.empty[ring.stage], ring.parity ^ 1);
     typename Gemm::StageScales& scales = shared.scales[ring.stage];
     copy_scales<Gemm::kBlockM>(params.scale_a, int64_t(item.row_tile) * Gemm::kBlockM, params.m, k_tile, scales.a);
-    copy_scales<Gemm::kBlockN>(params.scale_b, int64_t(item.column_tile) * Gemm::kBlockN, params.n, k_tile, scales.b);
+    const int64_t column = int64_t(item.column_tile) * Gemm::kBlockN;
+    if constexpr (Gemm::kColumnsVary)
+      copy_scales<Gemm::kBlockN>(params.scale_b, column, params.n, k_tile, scales.b);
+    else if (ConsumerThreads::is_first_lane())
+      arch::store_shared(arch::shared_address(scales.b),
+                         params.scale_b.has_blocks && column < params.n
+                             ? arch::load_global<float>(params.scale_b.at(column, k_tile))
+                             : 1.0f);
     arch::sync_warp();
     if (ConsumerThreads::is_first_lane()) arch::barrier_arrive(shared.full[ring.stage]);
   });
@@ -146,11 +154,17 @@ DEVICE void multiply_k_tile(float (&product)[Gemm::kRegisters], uint64_t a, uint
   arch::wgmma_wait<0>(product);
 }
 
-// sums += product times the scales of its rows, `first` and 8 further on, and of its columns, from that of the thread's
-// first column on.
+// sums += product times the scales of its rows, which have those of the columns in them.
 template <int count>
-DEVICE void promote(const float (&product)[count], float first, float second, const float* of_columns,
-                    float (&sums)[count]) {
+DEVICE void promote(const float (&product)[count], float first, float second, float (&sums)[count]) {
+#pragma unroll
+  for (int r = 0; r < count; ++r) sums[r] += product[r] * (r / 2 % 2 == 0 ? first : second);
+}
+
+// The same with a scale for each column, from that of the thread's first column on.
+template <int count>
+DEVICE void promote_columns(const float (&product)[count], float first, float second, const float* of_columns,
+                            float (&sums)[count]) {
 #pragma unroll
   for (int j = 0; j < count / 4; ++j) {
     const auto words = arch::load_shared<arch::Words2>(arch::shared_address(of_columns + 8 * j));
@@ -186,8 +200,14 @@ DEVICE void multiply_scaled(const ScaledPlan& plan, typename Gemm::Storage& shar
       multiply_k_tile<Gemm>(product, arch::advance_descriptor(a, offset + i * kRowBlock * kLineBytes),
                             arch::advance_descriptor(b, offset));
       const SharedAddress of_rows = arch::shared_address(scales.a + i * kRowBlock + row);
-      promote(product, arch::load_shared<float>(of_rows), arch::load_shared<float>(of_rows + 8 * sizeof(float)),
-              scales.b + column, sums[i]);
+      const float first = arch::load_shared<float>(of_rows);
+      const float second = arch::load_shared<float>(of_rows + 8 * sizeof(float));
+      if constexpr (Gemm::kColumnsVary) {
+        promote_columns(product, first, second, scales.b + column, sums[i]);
+      } else {
+        const float of_columns = arch::load_shared<float>(arch::shared_address(scales.b));
+        promote(product, first * of_columns, second * of_columns, sums[i]);
+      }
     }
     // Each warp releases the stage to the blocks that write it. The other one writes only a, which wgmma has read.
     arch::sync_warp();
@@ -199,10 +219,28 @@ DEVICE void multiply_scaled(const ScaledPlan& plan, typename Gemm::Storage& shar
   } while (--left > 0);
 }
 
+// sums times the scales of their columns, which are the same for all blocks of k. `column`: the first of the tile.
+template <class Gemm>
+DEVICE void scale_columns(const ScaledGemmParams& params, int64_t column, typename Gemm::Accumulators& sums) {
+  column += ConsumerThreads::index() % 4 * 2;
+#pragma unroll
+  for (int j = 0; j < Gemm::kRegisters / 4; ++j)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int64_t own = column + 8 * j + r;
+      const float scale = arch::load_global<float>(params.scale_b.at(own < params.n ? own : params.n - 1, 0));
+#pragma unroll
+      for (int i = 0; i < Gemm::kRowBlocks; ++i) {
+        sums[i][4 * j + r] *= scale;
+        sums[i][4 * j + r + 2] *= scale;
+      }
+    }
+}
+
 // A consumer: multiplies and stores its part of the work items.
 template <class Gemm>
-DEVICE void consume_scaled(const GemmParams& epilogue, const ScaledPlan& plan, const TensorMaps& maps,
-                           typename Gemm::Storage& shared) {
+DEVICE void consume_scaled(const ScaledGemmParams& params, const GemmParams& epilogue, const ScaledPlan& plan,
+                           const TensorMaps& maps, typename Gemm::Storage& shared) {
   const GemmPlan no_plan;  // of what only other kernels do
   Ring<Gemm::kStages> ring;
 #pragma unroll 1
@@ -211,6 +249,8 @@ DEVICE void consume_scaled(const GemmParams& epilogue, const ScaledPlan& plan, c
     typename Gemm::Accumulators sums;
     multiply_scaled<Gemm>(plan, shared, ring, sums);
     const ScaledItem item(plan, arch::opaque(index));
+    if (!Gemm::kColumnsVary && !params.scale_b.has_blocks)
+      scale_columns<Gemm>(params, int64_t(item.column_tile) * Gemm::kBlockN, sums);
     const epilogue::TilePosition tile{0, int64_t(item.row_tile) * Gemm::kBlockM + Gemm::first_row(),
                                       int64_t(item.column_tile) * Gemm::kBlockN, Gemm::Rows::kColumns};
     if (!plan.tma_store)
@@ -257,7 +297,7 @@ scaled_gemm_sm90(GRID_CONSTANT ScaledGemmParams params, GRID_CONSTANT GemmParams
     if (warp == 0) arch::grid_launch_dependents();
   } else {
     arch::increase_registers<Gemm::kConsumerRegisters>();
-    consume_scaled<Gemm>(epilogue, plan, maps, shared);
+    consume_scaled<Gemm>(params, epilogue, plan, maps, shared);
   }
   // Another block may still write to this block's shared memory and arrive at its barriers.
   if (plan.cluster > 1) {

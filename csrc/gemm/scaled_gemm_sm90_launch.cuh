@@ -10,8 +10,8 @@ namespace cuda_ext::sm90 {
 template <class A, class B>
 void ScaledGemmSm90<A, B>::launch(const ScaledGemmParams& params, const GemmParams& epilogue, const ScaledPlan& plan,
                                   const TensorMaps& maps, void* stream) {
-  const auto launch_config = [&]<int config>() {
-    using Kernel = ScaledGemm<A, B, kScaledBlockM[config]>;
+  const auto launch_kernel = [&]<int config, bool columns_vary>() {
+    using Kernel = ScaledGemm<A, B, kScaledBlockM[config], columns_vary>;
     rt::launch<scaled_gemm_sm90<Kernel>>("scaled_gemm_sm90",
                                          {.grid = {plan.clusters * plan.cluster},
                                           .threads = Kernel::kThreads,
@@ -23,9 +23,9 @@ void ScaledGemmSm90<A, B>::launch(const ScaledGemmParams& params, const GemmPara
   };
   static_assert(kScaledConfigs == 2);
   if (plan.config == 0)
-    launch_config.template operator()<0>();
+    plan.columns_vary ? launch_kernel.template operator()<0, true>() : launch_kernel.template operator()<0, false>();
   else
-    launch_config.template operator()<1>();
+    plan.columns_vary ? launch_kernel.template operator()<1, true>() : launch_kernel.template operator()<1, false>();
 }
 
 }  // namespace cuda_ext::sm90

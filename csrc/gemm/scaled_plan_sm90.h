@@ -32,7 +32,7 @@ inline bool can_store_scaled_by_tma(const ScaledGemmParams& params) {
          reinterpret_cast<uintptr_t>(params.out.data) % 16 == 0;
 }
 
-// Of the configs, the one whose busiest SM multiplies least: both take as long for an element of a tile.
+// Of the configs, the one whose busiest SM takes least. A row of the larger tile costs less traffic in shared memory.
 inline ScaledChoice choose_scaled_plan(const ScaledGemmParams& params, const rt::Device& device) {
   ScaledChoice choice;
   const auto refuse = [&](std::string why) {
@@ -47,6 +47,7 @@ inline ScaledChoice choose_scaled_plan(const ScaledGemmParams& params, const rt:
        {line_refusal("mat_a", params.a, params.k, params.a.column_stride, params.m, params.a.row_stride),
         line_refusal("mat_b", params.b, params.k, params.b.row_stride, params.n, params.b.column_stride)})
     if (!why.empty()) return refuse(why);
+  constexpr int kRowCost[] = {10, 11};
   int64_t least = 0;
   for (int config = 0; config < kScaledConfigs; ++config) {
     ScaledPlan plan;
@@ -62,8 +63,9 @@ inline ScaledChoice choose_scaled_plan(const ScaledGemmParams& params, const rt:
     // About a square of tiles at once.
     plan.raster = std::min(plan.row_tiles, 2048 / kScaledBlockM[config]);
     plan.k_tiles = int(ceil_div(params.k, kScaleBlock));
+    plan.columns_vary = params.scale_b.has_blocks && params.scale_b.line_shift == 0;
     plan.tma_store = can_store_scaled_by_tma(params);
-    const int64_t work = waves * kScaledBlockM[config];
+    const int64_t work = waves * kScaledBlockM[config] * kRowCost[config];
     if (config == 0 || work < least) {
       choice.plan = plan;
       least = work;

@@ -20,6 +20,7 @@ struct ScaledPlan {
   int column_groups = 0;  // of `cluster` column tiles
   int raster = 1;         // row tiles of a band, which blocks cover before the next columns
   int k_tiles = 0;
+  bool columns_vary = false;  // within a tile, and along k: scales of the columns are read for each k tile
   bool tma_store = false;
 
   HOST_DEVICE int items() const { return row_tiles * column_groups; }

@@ -5,6 +5,7 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include "gemm/scaled_gemm.h"
@@ -37,8 +38,7 @@ struct ScaleLines {
 
   Scales params() const {
     const auto stride = [&](int64_t dim) { return scales.size(dim) == 1 ? 0 : scales.stride(dim); };
-    // The stride is not 0 even for one block: it says that scales belong to blocks.
-    return {scales.const_data_ptr<float>(), line_shift, stride(0), has_blocks ? std::max<int64_t>(stride(1), 1) : 0};
+    return {scales.const_data_ptr<float>(), line_shift, has_blocks, stride(0), stride(1)};
   }
   // (lines, 1) of a block of k, for `count` lines.
   Tensor of_block(int64_t block, int64_t count) const {
@@ -47,6 +47,8 @@ struct ScaleLines {
   }
 };
 
+// The layouts are PyTorch's: scales of lines are (lines, blocks of k), those of 128 x 128 are (blocks of k, blocks of
+// lines), of either operand.
 ScaleLines check_scales(const char* argument, const Tensor& scales, int64_t recipe, const Tensor& operand, bool is_b) {
   check_given(kOp, argument, scales);
   check_same_device(kOp, argument, scales, "mat_a", operand);
@@ -54,34 +56,44 @@ ScaleLines check_scales(const char* argument, const Tensor& scales, int64_t reci
                  dtype_name(scales.scalar_type()), "; convert it with .float()");
   const int64_t lines = operand.size(is_b ? 1 : 0), k = operand.size(is_b ? 0 : 1);
   const auto blocks_of = [](int64_t size) { return (size + kScaleBlock - 1) / kScaleBlock; };
-  if (recipe == kTensorWise) {
-    CUDA_EXT_CHECK(scales.numel() == 1, kOp, "expected ", argument, " of one element for recipe TensorWise, got ",
+  const auto check = [&](bool fits, const char* name, const Sizes& expected) {
+    CUDA_EXT_CHECK(fits, kOp, "expected ", argument, " of shape ", shape_string(expected), " for ",
+                   is_b ? "mat_b " : "mat_a ", shape_string(operand), " with recipe ", name, ", got ",
                    shape_string(scales));
-    return {scales.reshape({1, 1}), 0, false};
+  };
+  switch (recipe) {
+    case kTensorWise:
+      CUDA_EXT_CHECK(scales.numel() == 1, kOp, "expected ", argument, " of one element for recipe TensorWise, got ",
+                     shape_string(scales));
+      return {scales.reshape({1, 1}), 0, false};
+    case kRowWise:
+      check(scales.numel() == lines, "RowWise", is_b ? Sizes{1, lines} : Sizes{lines, 1});
+      return {scales.reshape({lines, 1}), 0, false};
+    case kBlockWise1x128: {
+      const Sizes expected{lines, blocks_of(k)};
+      check(scales.sizes() == at::IntArrayRef(expected), "BlockWise1x128", expected);
+      return {scales, 0, true};
+    }
+    case kBlockWise128x128: {
+      constexpr int kShift = 7;
+      static_assert(kScaleBlock == 1 << kShift);
+      const Sizes expected{blocks_of(k), blocks_of(lines)}, padded{(blocks_of(k) + 3) / 4 * 4, blocks_of(lines)};
+      check(scales.sizes() == at::IntArrayRef(expected) || scales.sizes() == at::IntArrayRef(padded),
+            "BlockWise128x128", expected);
+      return {scales.t(), kShift, true};
+    }
+    default:
+      CUDA_EXT_CHECK(false, kOp, "expected recipe TensorWise, RowWise, BlockWise1x128 or BlockWise128x128 for ",
+                     argument, ", got number ", recipe, " of torch.nn.functional.ScalingType");
   }
-  const bool by_block = recipe != kRowWise;
-  const int line_shift = recipe == kBlockWise128x128 ? 7 : 0;
-  static_assert(kScaleBlock == 1 << 7);
-  CUDA_EXT_CHECK(recipe == kRowWise || recipe == kBlockWise1x128 || recipe == kBlockWise128x128, kOp,
-                 "expected recipe ", "TensorWise, RowWise, BlockWise1x128 or BlockWise128x128 for ", argument,
-                 ", got number ", recipe, " of torch.nn.functional.ScalingType");
-  const int64_t rows = line_shift == 0 ? lines : blocks_of(lines), columns = by_block ? blocks_of(k) : 1;
-  const Tensor by_line = !is_b || scales.dim() != 2 ? scales : scales.t();
-  // PyTorch pads the blocks of k of BlockWise128x128 to a multiple of 4.
-  const bool padded = recipe == kBlockWise128x128 && by_line.dim() == 2 && by_line.size(1) == (columns + 3) / 4 * 4;
-  const Sizes expected = is_b ? Sizes{columns, rows} : Sizes{rows, columns};
-  CUDA_EXT_CHECK(by_line.dim() == 2 && by_line.size(0) == rows && (by_line.size(1) == columns || padded), kOp,
-                 "expected ", argument, " of shape ", shape_string(expected), " for ", is_b ? "mat_b " : "mat_a ",
-                 shape_string(operand), " with ", by_block ? "blocks of 128" : "recipe RowWise", ", got ",
-                 shape_string(scales));
-  return {by_line, line_shift, by_block};
 }
 
 // A matrix as the kernel on wgmma reads operands, copied if it is not: contiguous along its second dim, lines aligned.
 Tensor with_aligned_lines(const Tensor& matrix) {
   constexpr int64_t kAlignment = 16;
   const auto is_aligned = [&] {
-    return matrix.stride(1) == 1 && (matrix.size(0) == 1 || matrix.stride(0) % kAlignment == 0) &&
+    const bool lines = matrix.size(0) == 1 || (matrix.stride(0) > 0 && matrix.stride(0) % kAlignment == 0);
+    return lines && (matrix.size(1) == 1 || matrix.stride(1) == 1) &&
            reinterpret_cast<uintptr_t>(matrix.const_data_ptr()) % kAlignment == 0;
   };
   if (is_aligned()) return matrix;
@@ -103,7 +115,8 @@ Tensor composed_scaled_mm(const Tensor& a, const Tensor& b, const ScaleLines& sc
     const int64_t size = std::min(block, k - first);
     const Tensor product =
         call_gemm(exact_a.narrow(1, first, size), exact_b.narrow(0, first, size), {}, {}, {}, 1.0, 1.0, at::kFloat);
-    product.mul_(scale_a.of_block(first / kScaleBlock, m)).mul_(scale_b.of_block(first / kScaleBlock, n).t());
+    if (size > 0)  // else there may be no scales
+      product.mul_(scale_a.of_block(first / kScaleBlock, m)).mul_(scale_b.of_block(first / kScaleBlock, n).t());
     sum = sum.defined() ? sum.add_(product) : product;
   }
   if (is_given(bias)) sum.add_(*bias);
@@ -139,6 +152,7 @@ Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_
     addend = c->expand({m, n});
   }
   const CudaKernels* const kernels = cuda_kernels(kOp, a.device());
+  const c10::DeviceGuard guard(a.device());  // whose kernels are chosen
   Tensor out = empty_beside(a, {m, n}, type), operand_a = a, operand_b = b;
   if (out.numel() == 0) return out;
   if (kernels != nullptr) {
@@ -183,7 +197,35 @@ Tensor scaled_mm_autograd(const Tensor& a, const Tensor& b, const Tensor& scale_
   return op.call(a, b, scale_a, recipe_a, scale_b, recipe_b, bias, c, beta, type);
 }
 
-// The same on CUDA devices, of operations of PyTorch.
+using Numbers = c10::Dict<std::string, int64_t>;
+
+// What the kernel on wgmma would do for operands that it can read, or why it cannot run, for the paper model.
+std::tuple<std::string, Numbers> scaled_mm_plan(int64_t m, int64_t n, int64_t k, int64_t compute_capability,
+                                                int64_t num_sms) {
+  ScaledGemmParams params;
+  params.m = m;
+  params.n = n;
+  params.k = k;
+  params.a.row_stride = params.b.column_stride = (k + 15) / 16 * 16;
+  params.a.column_stride = params.b.row_stride = 1;
+  params.out.dtype = Dtype::kBFloat16;
+  const sm90::ScaledChoice choice =
+      sm90::choose_scaled_plan(params, {int(compute_capability), int(num_sms), rt::shared_bytes_of_sm(90)});
+  const sm90::ScaledPlan& plan = choice.plan;
+  Numbers numbers;
+  numbers.insert("block_m", sm90::kScaledBlockM[plan.config]);
+  numbers.insert("block_n", sm90::kScaledBlockN);
+  numbers.insert("cluster", plan.cluster);
+  numbers.insert("clusters", plan.clusters);
+  numbers.insert("row_tiles", plan.row_tiles);
+  numbers.insert("column_groups", plan.column_groups);
+  numbers.insert("raster", plan.raster);
+  numbers.insert("k_tiles", plan.k_tiles);
+  numbers.insert("tma_store", plan.tma_store);
+  return {choice.refusal, numbers};
+}
+
+// quantize_fp8 on CUDA devices, of operations of PyTorch.
 std::tuple<Tensor, Tensor> composed_quantize(const Tensor& input, at::ScalarType type, int64_t block_rows,
                                              int64_t block_columns, bool power_of_two) {
   const int64_t rows = input.size(0), columns = input.size(1);
@@ -249,6 +291,8 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
       "quantize_fp8(Tensor input, ScalarType dtype, int block_rows, int block_columns, bool power_of_two=False) -> "
       "(Tensor, Tensor)",
       tags);
+  m.def("_scaled_mm_plan(int m, int n, int k, int compute_capability, int num_sms) -> (str, Dict(str, int))",
+        scaled_mm_plan, tags);
   register_layout_errors(m, {"scaled_mm", "quantize_fp8"});
 }
 
@@ -260,6 +304,9 @@ TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) {
   m.impl("scaled_mm", scaled_mm);
   m.impl("quantize_fp8", quantize_fp8);
 }
-TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) { m.impl("scaled_mm", scaled_mm_autograd); }
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {
+  m.impl("scaled_mm", scaled_mm_autograd);
+  m.impl("quantize_fp8", torch::CppFunction::makeFallthrough());  // what is quantised has no gradient
+}
 
 }  // namespace cuda_ext

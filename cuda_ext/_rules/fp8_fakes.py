@@ -27,34 +27,35 @@ def _check_scales(argument: str, scales: Tensor, recipe: int, operand: Tensor, i
         op,
         f"expected {argument} of dtype float32, got {dtype_name(scales.dtype)}; convert it with .float()",
     )
-    if recipe == _TENSORWISE:
-        check(
-            scales.numel() == 1,
-            op,
-            f"expected {argument} of one element for recipe TensorWise, got {shape_of(scales)}",
-        )
-        return
+    k, lines = operand.shape if is_b else operand.shape[::-1]
+    shapes: dict[int, tuple[str, tuple[Any, ...]]] = {
+        _TENSORWISE: ("TensorWise", (1, 1)),
+        _ROWWISE: ("RowWise", (1, lines) if is_b else (lines, 1)),
+        _BLOCKWISE_1X128: ("BlockWise1x128", (lines, _blocks(k))),
+        _BLOCKWISE_128X128: ("BlockWise128x128", (_blocks(k), _blocks(lines))),
+    }
     check(
-        recipe in (_ROWWISE, _BLOCKWISE_1X128, _BLOCKWISE_128X128),
+        recipe in shapes,
         op,
         f"expected recipe TensorWise, RowWise, BlockWise1x128 or BlockWise128x128 for {argument}, got number {recipe} "
         "of torch.nn.functional.ScalingType",
     )
-    k, lines = operand.shape if is_b else operand.shape[::-1]
-    rows = _blocks(lines) if recipe == _BLOCKWISE_128X128 else lines
-    columns = 1 if recipe == _ROWWISE else _blocks(k)
-    name, layout = ("mat_b", "with blocks of 128") if is_b else ("mat_a", "with blocks of 128")
+    recipe_name, expected = shapes[recipe]
+    if recipe == _TENSORWISE:
+        got = f"expected {argument} of one element for recipe TensorWise, got {shape_of(scales)}"
+        check(scales.numel() == 1, op, got)
+        return
+    where = f"{'mat_b' if is_b else 'mat_a'} {shape_of(operand)} with recipe {recipe_name}"
+    message = f"expected {argument} of shape {expected} for {where}, got {shape_of(scales)}"
     if recipe == _ROWWISE:
-        layout = "with recipe RowWise"
-    expected = (columns, rows) if is_b else (rows, columns)
-    message = f"expected {argument} of shape {expected} for {name} {shape_of(operand)} {layout}, got {shape_of(scales)}"
+        check(scales.numel() == lines, op, message)
+        return
     check(scales.dim() == 2, op, message)
-    own_rows, own_columns = scales.shape[::-1] if is_b else scales.shape
-    check(own_rows == rows, op, message)
-    if recipe == _BLOCKWISE_128X128 and own_columns != columns:
-        check(own_columns == (columns + 3) // 4 * 4, op, message)
+    check(scales.shape[1] == expected[1], op, message)
+    if recipe == _BLOCKWISE_128X128 and scales.shape[0] != expected[0]:  # PyTorch pads them
+        check(scales.shape[0] == (expected[0] + 3) // 4 * 4, op, message)
     else:
-        check(own_columns == columns, op, message)
+        check(scales.shape[0] == expected[0], op, message)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::scaled_mm")

@@ -19,6 +19,11 @@ def _empty() -> Tensor:
     return torch.empty(0, 0, device="cpu", dtype=torch.float32)
 
 
+def _in_fp8(layer: nn.Module) -> bool:
+    """Of a layer that may be another than ours."""
+    return getattr(layer, "fp8", None) is not None
+
+
 class Linear(nn.Linear):
     """``activation(input @ weight.T + bias) + residual`` as one op, with the parameters and state dict of
     `torch.nn.Linear`.
@@ -34,6 +39,8 @@ class Linear(nn.Linear):
 
     Shape: input (..., K), weight (N, K), residual (..., N) -> (..., N).
     """
+
+    fp8: str | None = None
 
     def __init__(
         self,
@@ -100,7 +107,7 @@ class MLP(nn.Module):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         one, two = self.fc1, self.fc2
-        if one.fp8 or two.fp8:
+        if _in_fp8(one) or _in_fp8(two):
             return two(ACTIVATIONS[self.activation].function(one(input)), residual)
         return mlp(input, one.weight, two.weight, one.bias, two.bias, activation=self.activation, residual=residual)
 
@@ -152,7 +159,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         up, down = self.gate_up_proj, self.down_proj
-        if up.fp8 or down.fp8:
+        if _in_fp8(up) or _in_fp8(down):
             gate, value = up(input).chunk(2, -1)
             return down(ACTIVATIONS[self.activation].function(gate) * value, residual)
         return gated_mlp(

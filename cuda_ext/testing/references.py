@@ -69,17 +69,19 @@ def reference_scaled_mm(
     beta: float = 1.0,
 ) -> Tensor:
     """`cuda_ext.scaled_mm`, in float64."""
-    out = scaled_elements(mat_a, scale_a, recipe_a) @ scaled_elements(mat_b.t(), scale_b.t(), recipe_b).t()
+    out = scaled_elements(mat_a, scale_a, recipe_a) @ scaled_elements(mat_b.t(), scale_b, recipe_b).t()
     if bias is not None:
         out = out + bias.double()
     return out if input is None else out + beta * input.double()
 
 
 def scaled_elements(matrix: Tensor, scales: Tensor, recipe: str) -> Tensor:
-    """A left operand of `cuda_ext.scaled_mm` times its scales, in float64."""
+    """An operand of `cuda_ext.scaled_mm` (lines, K) times its scales, in float64."""
     each = scales.double()
+    if recipe == "RowWise":
+        each = each.reshape(-1, 1)
     if recipe == "BlockWise128x128":
-        each = each.repeat_interleave(128, 0)[: matrix.shape[0]]
+        each = each.t().repeat_interleave(128, 0)[: matrix.shape[0]]
     if recipe.startswith("BlockWise"):
         each = each.repeat_interleave(128, 1)[:, : matrix.shape[1]]
     return matrix.double() * each

@@ -24,7 +24,7 @@ def problem(m: int, n: int, k: int, recipes: tuple[str, str], formats: tuple[tor
         quantize(torch.randn(lines, k), recipe, dtype=dtype, power_of_two=True)
         for lines, recipe, dtype in zip((m, n), recipes, formats, strict=True)
     )
-    return [a, b.t(), scale_a, recipes[0], scale_b.t(), recipes[1]]
+    return [a, b.t(), scale_a, recipes[0], scale_b, recipes[1]]
 
 
 def run(arguments: list[Any], options: dict[str, Any], **emulation: Any) -> tuple[Tensor, dict[str, int], list[Any]]:
@@ -42,15 +42,18 @@ def assert_near(out: Tensor, arguments: list[Any], options: dict[str, Any]) -> N
     assert ((out.float() - expected).abs() <= 2.0**-19 * magnitude + rounding + 1e-6).all()
 
 
-# Sizes and numbers of SMs: both tile shapes (256 rows where they leave no SM idle), one block and clusters of two, an
-# odd number of columns of tiles, several items of a cluster, fewer k tiles than stages and more.
+# Sizes, numbers of SMs and the rows of the tile that is then chosen. One block and clusters of two, an odd number of
+# columns of tiles, several items of a cluster, several bands of rows, fewer k tiles than stages and more.
 SHAPES = {
-    "256 rows": ((256, 300, 700), 4),
-    "128 rows": ((300, 300, 130), 4),
-    "one column of tiles": ((200, 100, 900), 2),
-    "several items": ((520, 260, 300), 1),
-    "several items of a cluster": ((600, 500, 200), 2),
-    "few rows": ((3, 260, 128), 4),
+    "256 rows": ((256, 300, 700), 4, 256),
+    "128 rows": ((300, 300, 130), 4, 128),
+    "one column of tiles": ((200, 100, 900), 2, 128),
+    "256 rows, one column of tiles, several items": ((512, 100, 300), 1, 256),
+    "several items": ((520, 260, 300), 1, 128),
+    "several items of a cluster": ((600, 500, 200), 2, 128),
+    "256 rows, several items of a cluster": ((768, 700, 500), 2, 256),
+    "several bands": ((2304, 130, 130), 2, 256),
+    "few rows": ((3, 260, 128), 4, 128),
 }
 
 
@@ -58,7 +61,9 @@ SHAPES = {
 @pytest.mark.parametrize("formats", [*itertools.product((E4M3, E5M2), repeat=2)], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tiles_and_epilogues(shape: str, formats: tuple[torch.dtype, torch.dtype]) -> None:
-    sizes, processors = SHAPES[shape]
+    sizes, processors, rows_of_tile = SHAPES[shape]
+    _, plan = torch.ops.cuda_ext._scaled_mm_plan(*sizes, 90, processors)
+    assert plan["block_m"] == rows_of_tile
     arguments = problem(*sizes, (random.choice(RECIPES), random.choice(RECIPES)), formats)
     m, n, k = sizes
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -107,12 +112,16 @@ RACES = [
     ((300, 140, 300), {"input": True}, 1),
     ((520, 260, 800), {"bias": True}, 2),
     ((200, 100, 900), {"output_dtype": torch.float32}, 2),
+    ((768, 700, 500), {"recipe_b": "BlockWise128x128"}, 2),
+    ((512, 100, 500), {"recipe_b": "BlockWise128x128"}, 1),
+    ((300, 300, 300), {"recipe_b": "RowWise"}, 1),
 ]
 
 
 def race_problem(sizes: tuple[int, int, int], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     m, n, _ = sizes
-    arguments = problem(*sizes, ("BlockWise1x128", "BlockWise1x128"), (E4M3, E4M3))
+    arguments = problem(*sizes, ("BlockWise1x128", options.get("recipe_b", "BlockWise1x128")), (E4M3, E4M3))
+    options = {name: value for name, value in options.items() if name != "recipe_b"}
     tensors = {"input": torch.randn(m, n), "bias": torch.randn(n)}
     return arguments, {name: tensors.get(name, value) for name, value in options.items()}
 

@@ -1,5 +1,4 @@
-// Conversion to FP8 on the CPU: a block of rows at a time, whose blocks of columns are read twice, the second time from
-// cache.
+// Conversion to FP8 on the CPU: a block is read twice, the second time from cache if it is small.
 #pragma once
 
 #include "gemm/cpu/scaled_gemm.h"
@@ -75,23 +74,84 @@ inline float scale_of_block(float most, float most_of_format, bool power_of_two)
   return bits_to_float((bits + 0x7fffff) & 0x7f800000);
 }
 
+// out = rows [row, row + rows) and columns [column, column + columns) of the input, divided by `scale`.
 template <class Out, class In>
-void quantize_rows(const QuantizeParams& p, int64_t block, const In* input) {
-  const int64_t row = block * p.block_rows, rows = std::min(p.block_rows, p.rows - row);
-  const int64_t blocks = ceil_div(p.columns, p.block_columns);
-  Out* const out = static_cast<Out*>(p.out.data);
-  for (int64_t n = 0; n < blocks; ++n) {
-    const int64_t column = n * p.block_columns, columns = std::min(p.block_columns, p.columns - column);
-    const In* const from = input + row * p.input.row_stride + column;
-    const float most = largest_magnitude(from, p.input.row_stride, rows, columns);
-    const float scale = scale_of_block(most, Float8<Out>::kMost, p.power_of_two), inverse = 1 / scale;
-    p.scales[block * blocks + n] = scale;
-    for (int64_t i = 0; i < rows; ++i)
-      for_vectors<float>(columns, [&](int64_t j, int64_t count) {
-        store_float8(out + (row + i) * p.columns + column + j,
-                     load_partial(from + i * p.input.row_stride + j, count) * inverse, count);
+void convert(const QuantizeParams& p, int64_t row, int64_t rows, int64_t column, int64_t columns, float scale) {
+  const float inverse = 1 / scale;
+  const In* from = static_cast<const In*>(p.input.data) + row * p.input.row_stride + column;
+  Out* to = static_cast<Out*>(p.out.data) + row * p.columns + column;
+  for (int64_t i = 0; i < rows; ++i, from += p.input.row_stride, to += p.columns)
+    for_vectors<float>(columns, [&](int64_t j, int64_t count) {
+      store_float8(to + j, load_partial(from + j, count) * inverse, count);
+    });
+}
+
+// Calls f(index, first column, columns) for each block of columns.
+template <class F>
+void for_column_blocks(const QuantizeParams& p, F&& f) {
+  for (int64_t n = 0, column = 0; column < p.columns; ++n, column += p.block_columns)
+    f(n, column, std::min(p.block_columns, p.columns - column));
+}
+
+template <class In>
+float largest_of(const QuantizeParams& p, int64_t row, int64_t rows, int64_t column, int64_t columns) {
+  const In* const from = static_cast<const In*>(p.input.data) + row * p.input.row_stride + column;
+  return largest_magnitude(from, p.input.row_stride, rows, columns);
+}
+
+// Blocks of few rows: each is read from memory once.
+template <class Out, class In>
+void quantize_short_blocks(const QuantizeParams& p) {
+  const int64_t grain = std::max<int64_t>(1, 32768 / (p.block_rows * p.columns));
+  const int64_t column_blocks = ceil_div(p.columns, p.block_columns);
+  parallel_for(ceil_div(p.rows, p.block_rows), grain, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t row = block * p.block_rows, rows = std::min(p.block_rows, p.rows - row);
+      for_column_blocks(p, [&](int64_t n, int64_t column, int64_t columns) {
+        const float most = largest_of<In>(p, row, rows, column, columns);
+        const float scale = scale_of_block(most, Float8<Out>::kMost, p.power_of_two);
+        p.scales[block * column_blocks + n] = scale;
+        convert<Out, In>(p, row, rows, column, columns, scale);
       });
-  }
+    }
+  });
+}
+
+// Blocks of many rows: all threads read pieces of them, then convert the pieces.
+template <class Out, class In>
+void quantize_long_blocks(const QuantizeParams& p) {
+  constexpr int64_t kPiece = 64;  // rows
+  const int64_t pieces = ceil_div(p.block_rows, kPiece), row_blocks = ceil_div(p.rows, p.block_rows);
+  const int64_t column_blocks = ceil_div(p.columns, p.block_columns);
+  const Scratch scratch(row_blocks * pieces * column_blocks * int64_t(sizeof(float)));
+  float* const most = scratch.as<float>();  // (row blocks, pieces, column blocks)
+  // Calls f(row block, index of the piece, first row, rows).
+  const auto for_pieces = [&](const auto& f) {
+    parallel_for(row_blocks * pieces, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t index = begin; index < end; ++index) {
+        const int64_t block = index / pieces, first = index % pieces * kPiece, row = block * p.block_rows + first;
+        f(block, index, row, std::clamp<int64_t>(std::min(p.block_rows - first, p.rows - row), 0, kPiece));
+      }
+    });
+  };
+  for_pieces([&](int64_t, int64_t index, int64_t row, int64_t rows) {
+    for_column_blocks(p, [&](int64_t n, int64_t column, int64_t columns) {
+      most[index * column_blocks + n] = rows > 0 ? largest_of<In>(p, row, rows, column, columns) : 0.0f;
+    });
+  });
+  for (int64_t block = 0; block < row_blocks; ++block)
+    for (int64_t n = 0; n < column_blocks; ++n) {
+      float largest = 0;
+      for (int64_t piece = 0; piece < pieces; ++piece)
+        largest = std::max(largest, most[(block * pieces + piece) * column_blocks + n]);
+      p.scales[block * column_blocks + n] = scale_of_block(largest, Float8<Out>::kMost, p.power_of_two);
+    }
+  for_pieces([&](int64_t block, int64_t, int64_t row, int64_t rows) {
+    if (rows > 0)
+      for_column_blocks(p, [&](int64_t n, int64_t column, int64_t columns) {
+        convert<Out, In>(p, row, rows, column, columns, p.scales[block * column_blocks + n]);
+      });
+  });
 }
 
 }  // namespace cuda_ext::cpu::CUDA_EXT_ISA
