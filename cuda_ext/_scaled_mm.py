@@ -17,6 +17,7 @@ __all__ = ["scaled_mm"]
 
 _NAME = f"{NAMESPACE}::scaled_mm"
 _scaled_mm = ops.scaled_mm.default
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _RECIPES = {"TensorWise": 0, "RowWise": 1, "BlockWise1x128": 4, "BlockWise128x128": 5}
 
 
@@ -78,7 +79,7 @@ def scaled_mm(
             padded to a multiple of 4. These are PyTorch's shapes; any strides.
         swizzle_a, swizzle_b, contraction_dim: as PyTorch's defaults, for its other formats.
         bias: ``(N,)``, float32, float16 or bfloat16.
-        output_dtype: bfloat16 (default), float16 or float32.
+        output_dtype: bfloat16 (default), float16 or float32; or a format of FP8, with its largest number at most.
         use_fast_accum: no effect; PyTorch's kernels for GPUs then sum less exactly.
         input: expands to ``(M, N)``; float32, float16 or bfloat16.
         beta: 0 leaves `input` out, including NaN.
@@ -102,7 +103,8 @@ def scaled_mm(
         _recipe_number(argument, recipe)
         for argument, recipe in (("scale_recipe_a", scale_recipe_a), ("scale_recipe_b", scale_recipe_b))
     ]
-    return _scaled_mm(
+    dtype = torch.bfloat16 if output_dtype is None else output_dtype
+    out: Tensor = _scaled_mm(
         mat_a,
         mat_b,
         _only("scale_a", scale_a),
@@ -112,5 +114,6 @@ def scaled_mm(
         bias,
         input,
         beta,
-        output_dtype=torch.bfloat16 if output_dtype is None else output_dtype,
+        output_dtype=torch.float32 if dtype in _FP8 else dtype,
     )
+    return out.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype) if dtype in _FP8 else out

@@ -167,6 +167,8 @@ def test_nan_and_infinite_operands() -> None:
 def test_empty_products(recipe: str, m: int, n: int, k: int, emulated: bool) -> None:
     a, b = torch.empty(m, k).to(E4M3), torch.empty(k, n).to(E4M3)
     scale_a, scale_b = random_scales(m, k, recipe), random_scales(n, k, recipe)
+    if recipe == "TensorWise":
+        scale_a = torch.tensor(-torch.inf)  # a sum of no terms is 0
     bias = torch.randn(n)
     with testing.emulated("sm_90a") if emulated else contextlib.nullcontext():
         found = scaled_mm(a, b, scale_a, recipe, scale_b, recipe, bias=bias, output_dtype=torch.float32)
@@ -177,6 +179,13 @@ def test_beta_of_zero_leaves_input_out() -> None:
     a, b, one = torch.ones(3, 4).to(E4M3), torch.ones(4, 5).to(E4M3), torch.ones(1)
     nans = torch.full((3, 5), torch.nan)
     assert scaled_mm(a, b, one, "TensorWise", one, "TensorWise", input=nans, beta=0.0).eq(4).all()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_outputs_in_fp8_saturate(dtype: torch.dtype) -> None:
+    a, b, one = torch.tensor([[1.0, 448.0]]).to(E4M3), torch.tensor([[3.0, 0.0], [448.0, 0.5]]).to(E4M3), torch.ones(1)
+    found = scaled_mm(a, b, one, "TensorWise", one * 1e3, "TensorWise", output_dtype=dtype)
+    assert found.dtype == dtype and found.float().tolist() == [[MOST[dtype], min(MOST[dtype], 224e3)]]
 
 
 def test_equals_pytorch_where_it_has_the_product() -> None:

@@ -1,9 +1,9 @@
-"""Runs PyTorch's own tests of FlexAttention, varlen_attn and grouped_mm on this package, on the CPU.
+"""Runs PyTorch's own tests of FlexAttention, varlen_attn, grouped_mm and scaled_mm on this package, on the CPU.
 
     python tools/torch_suites.py flex PYTORCH                  # PYTORCH: a checkout of PyTorch's source
     python tools/torch_suites.py decoding PYTORCH -k mask -k gqa
     python tools/torch_suites.py varlen PYTORCH --log varlen.log
-    python tools/torch_suites.py grouped PYTORCH
+    python tools/torch_suites.py grouped PYTORCH               # or scaled
 
     git clone --depth 1 --branch v2.12.1 https://github.com/pytorch/pytorch PYTORCH
 
@@ -13,13 +13,14 @@ The tests are not installed with PyTorch. Those of v2.12.1 fit PyTorch 2.11, and
     decoding  test/inductor/test_flex_decoding.py
     varlen    test/test_varlen_attention.py
     grouped   test/test_matmul_cuda.py, only test_grouped_gemm_*
+    scaled    test/test_scaled_matmul_cuda.py, without groups and formats of two levels of scales
 
 In flex and decoding, this package serves what a test compiles: `cuda_ext.integrations.flex` is enabled while a compiled
 function runs. What the test compares it with is PyTorch's, in the same process. `torch.compile` is called without
 fullgraph=True, with which the door is closed, and with the backend aot_eager in place of inductor, which has no
 backward on CPUs. On two cores each of these two takes about 25 minutes. In varlen all calls are served, and in grouped
-`torch.nn.functional.grouped_mm` is `cuda_ext.grouped_mm`. Tests that are for GPUs run on the CPU, also those that
-PyTorch skips there.
+and scaled `torch.nn.functional.grouped_mm` and `scaled_mm` are this package's. Tests that are for GPUs run on the CPU,
+also those that PyTorch skips there.
 
 On stdout there is one line per test and a summary, with these verdicts:
 
@@ -100,6 +101,7 @@ BY_DESIGN = by_name(
     """,
         "expects an error or a warning of PyTorch's own in an eager call": """
         mixed_device_error_message mixed_dtype_backwards mixed_dtype_backwards_compiled return_aux_deprecation_warnings
+        float8_error_messages
     """,
         "reads an element outside of a captured tensor, at a hidden position: PyTorch fails, too": "load_rel_bias",
         "runs forward again in backward, when this tool has disabled the door": """
@@ -124,7 +126,7 @@ TOO_SLOW = by_name({"takes two minutes for PyTorch's own products of float16": "
 class Suite(NamedTuple):
     file: str
     served: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # in which a test runs
-    prefix: str = "test_"  # of its tests
+    prefix: str | tuple[str, ...] = "test_"  # of its tests
 
 
 SUITES = {
@@ -132,6 +134,11 @@ SUITES = {
     "decoding": Suite("inductor/test_flex_decoding.py"),
     "varlen": Suite("test_varlen_attention.py", flex.enable),
     "grouped": Suite("test_matmul_cuda.py", GPUsAreTheCPU, "test_grouped_gemm_"),
+    "scaled": Suite(
+        "test_scaled_matmul_cuda.py",
+        GPUsAreTheCPU,
+        ("test_float8_", "test_float32_", "test_scaled_mm_", "test_non_divisible_", "test_zero_dim_"),
+    ),
 }
 
 
@@ -154,19 +161,24 @@ def compile_served(function: Any = None, /, **options: Any) -> Any:
     return run
 
 
-grouped_calls: list[None] = []
+product_calls: list[None] = []
 
 
 def grouped_mm(*args: Any, **kwargs: Any) -> Any:
-    grouped_calls.append(None)
+    product_calls.append(None)
     return cuda_ext.grouped_mm(*args, **kwargs)
+
+
+def scaled_mm(*args: Any, **kwargs: Any) -> Any:
+    product_calls.append(None)
+    return cuda_ext.scaled_mm(*args, **kwargs)
 
 
 def calls() -> tuple[int, dict[str, int]]:
     """How many were served, and how many refused, and why, since the last call of this function."""
-    found, grouped = flex.calls(reset=True), len(grouped_calls)
-    grouped_calls.clear()
-    return sum(found["served"].values()) + grouped, found["refused"]
+    found, products = flex.calls(reset=True), len(product_calls)
+    product_calls.clear()
+    return sum(found["served"].values()) + products, found["refused"]
 
 
 # PyTorch's files
@@ -191,7 +203,8 @@ def lend_cpu() -> None:
 
     put(unittest, skipUnless=run_always, skipIf=skip_if)
     put(device_types, instantiate_device_type_tests=instantiate, onlyCUDA=lambda test: test, skipCPUIf=run_always)
-    put(common_cuda, PLATFORM_SUPPORTS_FLASH_ATTENTION=True, SM80OrLater=True, SM90OrLater=True)
+    put(common_cuda, PLATFORM_SUPPORTS_FLASH_ATTENTION=True, PLATFORM_SUPPORTS_FP8=True, IS_SM90=True)
+    put(common_cuda, SM80OrLater=True, SM89OrLater=True, SM90OrLater=True)
     put(inductor_utils, IS_BIG_GPU=True)
     put(torch_flex, _validate_device=lambda *_: None)  # it refuses gradients on a CPU
     put(torch, compile=compile_served)
@@ -219,15 +232,16 @@ def import_file(path: Path) -> ModuleType:
         del vars(torch_varlen)["varlen_attn_out"]  # `flex.enable()` would route it to itself
     if hasattr(module, "DEVICE_SUPPORTS_BACKWARDS"):
         module.DEVICE_SUPPORTS_BACKWARDS.items.add("cpu")
-    put(torch.nn.functional, grouped_mm=grouped_mm)
+    for place in (torch.nn.functional, module):  # a module may have imported the functions
+        put(place, grouped_mm=grouped_mm, scaled_mm=scaled_mm)
     return module
 
 
 def tests_of(module: ModuleType, suite: Suite) -> list[unittest.TestCase]:
     """Those whose names begin with the prefix."""
     cases = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, unittest.TestCase)]
-    loader = unittest.TestLoader()
-    loader.testMethodPrefix = suite.prefix
+    loader: Any = unittest.TestLoader()
+    loader.testMethodPrefix = suite.prefix  # of which startswith takes several
     found = [loader.loadTestsFromTestCase(case) for case in cases if case.__module__ == module.__name__]
     return [test for group in found for test in group if isinstance(test, unittest.TestCase)]
 

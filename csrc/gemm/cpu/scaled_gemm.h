@@ -62,7 +62,8 @@ class ScaledTask {
       multiply(row, rows, column, columns, k, !blocks && k > 0, blocks ? products : sums);
       if (blocks) scale(row, rows, column, columns, k / kScaleBlock, products, sums);
     }
-    if (!blocks) scale(row, rows, column, columns, 0, sums, nullptr);
+    // A sum of no terms is 0, whatever the scales.
+    if (!blocks && p_.k > 0) scale(row, rows, column, columns, 0, sums, nullptr);
     store_part(row, rows, column, columns, sums);
   }
 
