@@ -18,11 +18,11 @@ __all__ = ["scaled_mm"]
 _NAME = f"{NAMESPACE}::scaled_mm"
 _scaled_mm = ops.scaled_mm.default
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_RECIPES = {"TensorWise": 0, "RowWise": 1, "BlockWise1x128": 4, "BlockWise128x128": 5}
+_SCALINGS = {"TensorWise": 0, "RowWise": 1, "BlockWise1x128": 4, "BlockWise128x128": 5}
 
 
 def _only(argument: str, value: Any) -> Any:
-    """PyTorch takes lists of scales and recipes, for formats with two levels of scales."""
+    """PyTorch takes lists of scales and scalings, for formats with two levels of scales."""
     if isinstance(value, (list, tuple)):
         if not value and argument.startswith("swizzle"):
             return None
@@ -32,12 +32,12 @@ def _only(argument: str, value: Any) -> Any:
     return value
 
 
-def _recipe_number(argument: str, recipe: Any) -> int:
-    recipe = _only(argument, recipe)
-    name = recipe if isinstance(recipe, str) else getattr(recipe, "name", str(recipe))
-    if name not in _RECIPES:
-        raise RuntimeError(f"{_NAME}: expected {argument} of {', '.join(_RECIPES)}, got {recipe!r}")
-    return _RECIPES[name]
+def _scaling_number(argument: str, scaling: Any) -> int:
+    scaling = _only(argument, scaling)
+    name = scaling if isinstance(scaling, str) else getattr(scaling, "name", str(scaling))
+    if name not in _SCALINGS:
+        raise RuntimeError(f"{_NAME}: expected {argument} of {', '.join(_SCALINGS)}, got {scaling!r}")
+    return _SCALINGS[name]
 
 
 def scaled_mm(
@@ -71,7 +71,7 @@ def scaled_mm(
     Args:
         mat_a: ``(M, K)``, float8_e4m3fn or float8_e5m2.
         mat_b: ``(K, N)``, either format.
-        scale_a, scale_b: float32 factors by which the operands are multiplied, of shapes that the recipes ask for.
+        scale_a, scale_b: float32 factors by which the operands are multiplied, of shapes that the scalings ask for.
         scale_recipe_a, scale_recipe_b: a `torch.nn.functional.ScalingType` or its name, any pair of them:
             ``"TensorWise"``, one element; ``"RowWise"``, ``(M, 1)`` and ``(1, N)``; ``"BlockWise1x128"``,
             ``(M, ceil(K / 128))`` and ``(N, ceil(K / 128))``; ``"BlockWise128x128"``,
@@ -88,7 +88,7 @@ def scaled_mm(
         ``(M, N)``, rounded once from the sum.
 
     Raises:
-        RuntimeError: wrong shapes, dtypes, devices or recipes, or a tensor that requires grad: the numbers of FP8 have
+        RuntimeError: wrong shapes, dtypes, devices or scalings, or a tensor that requires grad: the numbers of FP8 have
             no derivative. `cuda_ext.fp8.linear` has.
         NotImplementedError: CUDA tensors, if no CUDA kernel is built.
     """
@@ -100,8 +100,8 @@ def scaled_mm(
         raise RuntimeError(f"{_NAME}: expected contraction_dim () or (1, 0), got {tuple(contraction_dim)}")
     check_constants("scaled_mm", beta=beta)
     numbers = [
-        _recipe_number(argument, recipe)
-        for argument, recipe in (("scale_recipe_a", scale_recipe_a), ("scale_recipe_b", scale_recipe_b))
+        _scaling_number(argument, scaling)
+        for argument, scaling in (("scale_recipe_a", scale_recipe_a), ("scale_recipe_b", scale_recipe_b))
     ]
     dtype = torch.bfloat16 if output_dtype is None else output_dtype
     out: Tensor = _scaled_mm(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from typing import Any
 
@@ -59,7 +60,7 @@ def test_the_three_products(recipe: str, dtype: torch.dtype, shape: tuple[int, i
     expected = (expected[0] + bias.detach().double(), *expected[1:], grad.double().sum(0))
     for mine, theirs, terms in zip(found, expected, (k, n, m, m), strict=True):
         assert mine.dtype == dtype
-        # Rounded once to the dtype; sums in float32 (products of a rounded gradient, where the recipe says so).
+        # Rounded once to the dtype, or in float32 as often as sums are; results reach about 4 sqrt(terms).
         bound = max(torch.finfo(dtype).eps, 2.0**-11 * x.is_cuda)  # tensor cores of FP8 keep about 14 bits of a sum
         torch.testing.assert_close(mine.double(), theirs, rtol=bound, atol=max(bound, 1e-6) * math.sqrt(terms) * 4)
 
@@ -172,6 +173,14 @@ def test_convert_reports_and_reverts() -> None:
     assert net[0](x).equal(F.linear(x, net[0].weight, net[0].bias))
 
 
+def test_layers_with_a_forward_of_their_own_are_kept() -> None:
+    """As libraries give layers that they wrap without a class."""
+    layer = nn.Linear(64, 64)
+    layer.forward = functools.partial(F.linear, weight=layer.weight)  # type: ignore[method-assign]
+    report = fp8.convert(layer, least_features=1)
+    assert report.kept == {"": "a Linear with a forward of its own"} and type(layer) is nn.Linear
+
+
 def test_layers_are_kept_that_are_too_small_to_gain() -> None:
     report = fp8.convert(model())
     assert not report.converted and len(report.kept) == 4
@@ -184,9 +193,10 @@ def test_training_converges_as_in_float32(recipe: str) -> None:
     student = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
     twin = copy.deepcopy(student)
     fp8.convert(twin, recipe, least_features=1)
-    losses = []
+    last = []
     for net in (student, twin):
         torch.manual_seed(1)
+        losses = []
         optimizer = torch.optim.Adam(net.parameters(), 3e-3)
         for _ in range(200):
             x = torch.randn(256, 32)
@@ -194,8 +204,11 @@ def test_training_converges_as_in_float32(recipe: str) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        losses.append(float(loss))
-    assert losses[1] < 1.15 * losses[0] + 2e-3, losses  # the first loss is about 0.1
+            losses.append(loss.item())
+        last.append(sum(losses[-20:]) / 20)
+        assert last[-1] < losses[0] / 40
+    # Rounded weights cannot come closer than about 5 %, by any recipe and seed; twice that is allowed.
+    assert last[1] < 1.1 * last[0], last
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -236,7 +249,7 @@ def test_modules_in_fp8(module: str) -> None:
     report = fp8.convert(net, "blockwise", least_features=1)
     assert len(report.converted) == (1 if module == "Linear" else 2) and not report.kept
     found = net(x, residual=residual)
-    assert 0 < (found - exact).abs().max() < 0.3
+    assert 0 < (found - exact).abs().max() < 0.3  # outputs of size 1, of a few products of numbers with 4 bits
     if module != "SelfAttention":
         twin = make(*sizes, **options, fp8="blockwise")
         twin.load_state_dict(net.state_dict())

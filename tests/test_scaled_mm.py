@@ -1,4 +1,4 @@
-"""scaled_mm and fp8.quantize: every recipe, format and layout against their definitions, limits, errors."""
+"""scaled_mm and fp8.quantize: every scaling, format and layout against their definitions, limits, errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cuda_ext.testing import reference_scaled_mm
 from cuda_ext.testing.references import scaled_elements
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-RECIPES = ("TensorWise", "RowWise", "BlockWise1x128", "BlockWise128x128")
+SCALINGS = ("TensorWise", "RowWise", "BlockWise1x128", "BlockWise128x128")
 MOST = {E4M3: 448.0, E5M2: 57344.0}
 # Of a sum in float32 of K terms in any order, relative to the sum of their magnitudes.
 SUM_ERROR = 2.0**-20
@@ -50,14 +50,14 @@ def blocks(size: int) -> int:
     return -(-size // 128)
 
 
-def random_scales(lines: int, k: int, recipe: str) -> Tensor:
+def random_scales(lines: int, k: int, scaling: str) -> Tensor:
     """Of the left operand, in any order of memory, or all of a line or block the same by a stride of 0."""
     shape = {
         "TensorWise": (1, 1),
         "RowWise": (lines, 1),
         "BlockWise1x128": (lines, blocks(k)),
         "BlockWise128x128": (blocks(k), blocks(lines)),
-    }[recipe]
+    }[scaling]
     kept = random.choice(((), (), (), (0,), (1,), (0, 1)))  # dims of stride 0
     drawn = torch.rand([1 if dim in kept else size for dim, size in enumerate(shape)])
     scales = drawn * 2.0 ** random.randint(-20, 10) + 0.01
@@ -68,20 +68,20 @@ def assert_matches_definition(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
-    recipe_a: str,
+    scaling_a: str,
     scale_b: Tensor,
-    recipe_b: str,
+    scaling_b: str,
     **options: Any,
 ) -> None:
-    exact_a = scaled_elements(a, scale_a, recipe_a)
-    exact_b = scaled_elements(b.t(), scale_b, recipe_b).t()
+    exact_a = scaled_elements(a, scale_a, scaling_a)
+    exact_b = scaled_elements(b.t(), scale_b, scaling_b).t()
     expected, magnitude = exact_a @ exact_b, exact_a.abs() @ exact_b.abs()
     for term in (options.get("bias"), options.get("input")):
         if term is not None:
             factor = options.get("beta", 1.0) if term is options.get("input") else 1.0
             expected = expected + factor * term.double()
             magnitude = magnitude + (factor * term.double()).abs()
-    found = scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, **options)
+    found = scaled_mm(a, b, scale_a, scaling_a, scale_b, scaling_b, **options)
     dtype = options.get("output_dtype", torch.bfloat16)
     assert found.dtype == dtype and found.shape == expected.shape and found.is_contiguous()
     tiny = torch.finfo(dtype).smallest_normal
@@ -97,10 +97,10 @@ SIZES = (1, 2, 7, 16, 33, 64, 127, 128, 130, 250)
 
 @pytest.mark.every_backend
 @pytest.mark.sampled(cases=30)
-@pytest.mark.parametrize("recipe_b", RECIPES)
-@pytest.mark.parametrize("recipe_a", RECIPES)
+@pytest.mark.parametrize("scaling_b", SCALINGS)
+@pytest.mark.parametrize("scaling_a", SCALINGS)
 @pytest.mark.parametrize("case", range(26))
-def test_random_cases(case: int, recipe_a: str, recipe_b: str) -> None:
+def test_random_cases(case: int, scaling_a: str, scaling_b: str) -> None:
     m, n = random.choice(SIZES), random.choice(SIZES)
     k = random.choice((*SIZES, 112, 144, 240, 272, 384, 1000))
     a = with_random_strides(random_fp8(m, k, dtype=random.choice((E4M3, E5M2))))
@@ -111,33 +111,33 @@ def test_random_cases(case: int, recipe_a: str, recipe_b: str) -> None:
     if random.random() < 0.3:
         options["input"] = torch.randn(random.choice(((m, n), (n,), (m, 1))), dtype=random.choice(tuple(HALF_ULP)))
         options["beta"] = random.choice((1.0, -0.5))
-    scale_a, scale_b = random_scales(m, k, recipe_a), random_scales(n, k, recipe_b)
-    if recipe_b == "RowWise" and random.random() < 0.5:
+    scale_a, scale_b = random_scales(m, k, scaling_a), random_scales(n, k, scaling_b)
+    if scaling_b == "RowWise" and random.random() < 0.5:
         scale_b = scale_b.t()
-    assert_matches_definition(a, b, scale_a, recipe_a, scale_b, recipe_b, **options)
+    assert_matches_definition(a, b, scale_a, scaling_a, scale_b, scaling_b, **options)
 
 
 @pytest.mark.every_backend
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_sums_of_integers_are_exact(recipe: str) -> None:
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_sums_of_integers_are_exact(scaling: str) -> None:
     """Scales are powers of two, so that no order of the operations rounds."""
     m, n, k = 37, 50, 300
     a, b = (torch.randint(-8, 9, size).to(E4M3) for size in ((m, k), (k, n)))
-    scale_a, scale_b = (2.0 ** random_scales(lines, k, recipe).log2().round().clamp(-4, 4) for lines in (m, n))
-    expected = reference_scaled_mm(a, b, scale_a, recipe, scale_b, recipe)
-    found = scaled_mm(a, b, scale_a, recipe, scale_b, recipe, output_dtype=torch.float32)
+    scale_a, scale_b = (2.0 ** random_scales(lines, k, scaling).log2().round().clamp(-4, 4) for lines in (m, n))
+    expected = reference_scaled_mm(a, b, scale_a, scaling, scale_b, scaling)
+    found = scaled_mm(a, b, scale_a, scaling, scale_b, scaling, output_dtype=torch.float32)
     assert found.double().equal(expected)
 
 
 @pytest.mark.every_backend
-@pytest.mark.parametrize("recipe", ["RowWise", "BlockWise1x128"])
-def test_a_long_sum_of_positive_terms(recipe: str) -> None:
+@pytest.mark.parametrize("scaling", ["RowWise", "BlockWise1x128"])
+def test_a_long_sum_of_positive_terms(scaling: str) -> None:
     """Accumulators of FP8 tensor cores keep about 14 bits of such a sum, if nothing is done about it."""
     k = 8192
     a, b = (torch.rand(size).add(0.5).to(E4M3) for size in ((20, k), (k, 24)))
-    scale_a, scale_b = random_scales(20, k, recipe), random_scales(24, k, recipe)
-    expected = reference_scaled_mm(a, b, scale_a, recipe, scale_b, recipe)
-    found = scaled_mm(a, b, scale_a, recipe, scale_b, recipe, output_dtype=torch.float32)
+    scale_a, scale_b = random_scales(20, k, scaling), random_scales(24, k, scaling)
+    expected = reference_scaled_mm(a, b, scale_a, scaling, scale_b, scaling)
+    found = scaled_mm(a, b, scale_a, scaling, scale_b, scaling, output_dtype=torch.float32)
     torch.testing.assert_close(found.double(), expected, rtol=max(1e-5, sum_error(a)), atol=0)
 
 
@@ -163,15 +163,15 @@ def test_nan_and_infinite_operands() -> None:
 
 @pytest.mark.parametrize("emulated", [False, True])
 @pytest.mark.parametrize("m, n, k", [(0, 5, 7), (5, 0, 7), (5, 6, 0), (0, 0, 0)])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_empty_products(recipe: str, m: int, n: int, k: int, emulated: bool) -> None:
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_empty_products(scaling: str, m: int, n: int, k: int, emulated: bool) -> None:
     a, b = torch.empty(m, k).to(E4M3), torch.empty(k, n).to(E4M3)
-    scale_a, scale_b = random_scales(m, k, recipe), random_scales(n, k, recipe)
-    if recipe == "TensorWise":
+    scale_a, scale_b = random_scales(m, k, scaling), random_scales(n, k, scaling)
+    if scaling == "TensorWise":
         scale_a = torch.tensor(-torch.inf)  # a sum of no terms is 0
     bias = torch.randn(n)
     with testing.emulated("sm_90a") if emulated else contextlib.nullcontext():
-        found = scaled_mm(a, b, scale_a, recipe, scale_b, recipe, bias=bias, output_dtype=torch.float32)
+        found = scaled_mm(a, b, scale_a, scaling, scale_b, scaling, bias=bias, output_dtype=torch.float32)
     assert found.equal(bias.expand(m, n))
 
 
@@ -211,7 +211,7 @@ def test_pytorchs_own_arguments() -> None:
         a, b, [scale_a], [kinds.BlockWise1x128], padded, kinds.BlockWise128x128, no_swizzle, [no_swizzle], None,
         torch.float16, (1, 0), True,
     )  # fmt: skip
-    assert found.equal(scaled_mm(a, b, scale_a, RECIPES[2], scale_b, RECIPES[3], output_dtype=torch.float16))
+    assert found.equal(scaled_mm(a, b, scale_a, SCALINGS[2], scale_b, SCALINGS[3], output_dtype=torch.float16))
 
 
 def good_arguments() -> dict[str, Any]:
@@ -234,12 +234,15 @@ def good_arguments() -> dict[str, Any]:
         ({"mat_b": torch.ones(3, 7).to(E4M3)}, r"expected mat_b of shape \(200, N\) to match mat_a \(5, 200\), got"),
         (
             {"scale_a": torch.ones(5, 3)},
-            r"expected scale_a of shape \(5, 2\) for mat_a .* recipe BlockWise1x128, got \(5, 3\)",
+            r"expected scale_a of shape \(5, 2\) for mat_a .* scaling BlockWise1x128, got \(5, 3\)",
         ),
         ({"scale_b": torch.ones(2, 2)}, r"expected scale_b of shape \(2, 1\) for mat_b"),
         ({"scale_a": torch.ones(5, 2).double()}, r"expected scale_a of dtype float32, got float64"),
-        ({"scale_recipe_a": "TensorWise"}, r"expected scale_a of one element for recipe TensorWise, got \(5, 2\)"),
-        ({"scale_recipe_b": "RowWise"}, r"expected scale_b of shape \(1, 7\) for mat_b \(200, 7\) with recipe RowWise"),
+        ({"scale_recipe_a": "TensorWise"}, r"expected scale_a of one element for scaling TensorWise, got \(5, 2\)"),
+        (
+            {"scale_recipe_b": "RowWise"},
+            r"expected scale_b of shape \(1, 7\) for mat_b \(200, 7\) with scaling RowWise",
+        ),
         ({"scale_recipe_b": "BlockWise1x32"}, r"expected scale_recipe_b of TensorWise, .* got 'BlockWise1x32'"),
         ({"bias": torch.ones(6)}, r"expected bias of shape \(7,\)"),
         ({"input": torch.ones(5, 7).double()}, r"expected input of dtype"),
@@ -334,7 +337,7 @@ def assert_equal_fp8(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("scaling", RECIPES)
+@pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("case", range(6))
 def test_quantised_numbers_are_those_of_the_definition(
     case: int, scaling: str, dtype: torch.dtype, power_of_two: bool
@@ -380,7 +383,7 @@ def test_numbers_above_the_largest_saturate() -> None:
 
 
 @pytest.mark.every_backend
-@pytest.mark.parametrize("scaling", RECIPES)
+@pytest.mark.parametrize("scaling", SCALINGS)
 def test_products_of_what_was_quantised(scaling: str) -> None:
     x, weight = torch.randn(70, 300), torch.randn(50, 300)
     dtype, power_of_two = random.choice((E4M3, E5M2)), random.random() < 0.5
@@ -397,7 +400,7 @@ def test_products_of_what_was_quantised(scaling: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
-@pytest.mark.parametrize("scaling", RECIPES)
+@pytest.mark.parametrize("scaling", SCALINGS)
 def test_nothing_to_quantise(scaling: str, shape: tuple[int, int]) -> None:
     data, scales = quantize(torch.empty(shape), scaling)
     assert data.shape == shape and scales.eq(1).all()

@@ -266,8 +266,8 @@ def epilogue_cases(large: bool) -> Iterator[Case]:
 # In FP8
 
 
-def scaled(m: int, n: int, k: int, recipes: tuple[str, str], formats: tuple[torch.dtype, torch.dtype]) -> Results:
-    (left, right), (of_left, of_right) = recipes, formats
+def scaled(m: int, n: int, k: int, scalings: tuple[str, str], formats: tuple[torch.dtype, torch.dtype]) -> Results:
+    (left, right), (of_left, of_right) = scalings, formats
     a, scale_a = fp8.quantize(torch.randn(m, k), left, dtype=of_left)
     b, scale_b = fp8.quantize(torch.randn(n, k), right, dtype=of_right)
 
@@ -281,10 +281,10 @@ def scaled(m: int, n: int, k: int, recipes: tuple[str, str], formats: tuple[torc
 
 
 def scaled_cases(large: bool) -> Iterator[Case]:
-    """Both tile shapes of the kernel on wgmma, tails in all dims, each format, each recipe."""
+    """Both tile shapes of the kernel on wgmma, tails in all dims, each format, each scaling."""
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     blocks = ("BlockWise1x128", "BlockWise128x128")
-    for recipes, formats, (m, n, k) in (
+    for scalings, formats, (m, n, k) in (
         (("TensorWise", "TensorWise"), (e4m3, e4m3), (256, 256, 512)),
         (blocks, (e4m3, e4m3), (328, 264, 400)),
         *(
@@ -299,8 +299,8 @@ def scaled_cases(large: bool) -> Iterator[Case]:
             else ()
         ),
     ):
-        words = f"{' '.join(dict.fromkeys(recipes))} {' '.join(name_of(format) for format in formats)}"
-        yield f"scaled_mm {words} {m} x {n} x {k}", partial(scaled, m, n, k, recipes, formats)
+        words = f"{' '.join(dict.fromkeys(scalings))} {' '.join(name_of(format) for format in formats)}"
+        yield f"scaled_mm {words} {m} x {n} x {k}", partial(scaled, m, n, k, scalings, formats)
 
 
 def gemm_cases(large: bool) -> Iterator[Case]:

@@ -14,7 +14,6 @@ from benchmarks.model.gpus import Gpu
 from benchmarks.model.work import Amounts, Persistent, Time, Work, time_of
 
 LINE, CONSUMER_WARPS = 128, 8
-STAGES = {256: 3, 128: 5}  # by the rows of a tile
 OF_16_BITS = 0.5  # the time of a multiply-add, beside one of 16-bit operands
 OUTPUT_BYTES = 2
 
@@ -35,8 +34,8 @@ def predict_scaled(gpu: Gpu, m: int, n: int, k: int) -> ScaledPrediction:
     if refusal:
         raise NotModelledError(f"scaled products are modelled on wgmma: {refusal}")
     block_m, block_n, cluster = plan["block_m"], plan["block_n"], plan["cluster"]
-    name = f"scaled_gemm_sm90<ScaledGemm<float8_e4m3_t, float8_e4m3_t, {block_m}, false>>"
-    kernel = golden_kernels()["sm_90a"][name]
+    config = f"ScaledConfig{{{block_m}, {plan['stages']}}}"
+    kernel = golden_kernels()["sm_90a"][f"scaled_gemm_sm90<ScaledGemm<float8_e4m3_t, float8_e4m3_t, {config}, false>>"]
     area, row_blocks = block_m * block_n, block_m / 64
     iteration = Amounts(
         tensor=OF_16_BITS * area * LINE / RATE_OF_COLUMNS[block_n],
@@ -59,7 +58,7 @@ def predict_scaled(gpu: Gpu, m: int, n: int, k: int) -> ScaledPrediction:
         iterations=plan["k_tiles"],
         iteration=iteration,
         outside=outside,
-        in_flight=STAGES[block_m] - 1,
+        in_flight=plan["stages"] - 1,
         memory_bytes=float(m * k + b_bytes + OUTPUT_BYTES * m * n),
         persistent=Persistent(workers, False, RESTART, 2.0 * REMOTE_LATENCY * (cluster > 1)),
     )

@@ -1,4 +1,5 @@
-// Conversions of the 8-bit formats as arithmetic on bits: for devices without instructions for them, and the emulator.
+// The 8-bit formats, and their conversions as arithmetic on bits: for devices without instructions for them, and the
+// emulator. The vectors of CPUs do the same (cpu/simd.h, gemm/cpu/quantize.h).
 #pragma once
 
 #include <cstring>
@@ -13,14 +14,17 @@ struct Float8Format;
 template <>
 struct Float8Format<float8_e4m3_t> {
   static constexpr int kMantissa = 3, kBias = 7;
-  static constexpr uint32_t kLargest = 0x7e, kInfinity = 0x80;  // 448; there is no infinity
-  static constexpr float kToFloat = 0x1p120f;                   // the ratio of float's bias and this one
-  static constexpr float kAligner = 0x1p14f;                    // its last place in float is that of the subnormals
+  static constexpr uint32_t kLargest = 0x7e, kInfinity = 0x80;  // there is no infinity
+  static constexpr float kMost = 448;                           // the number kLargest
+  static constexpr float kLeastNormal = 0x1p-6f;
+  static constexpr float kToFloat = 0x1p120f;  // the ratio of float's bias and this one
+  static constexpr float kAligner = 0x1p14f;   // its last place in float is that of the subnormals
 };
 template <>
 struct Float8Format<float8_e5m2_t> {
   static constexpr int kMantissa = 2, kBias = 15;
-  static constexpr uint32_t kLargest = 0x7b, kInfinity = 0x7c;  // 57344
+  static constexpr uint32_t kLargest = 0x7b, kInfinity = 0x7c;
+  static constexpr float kMost = 57344, kLeastNormal = 0x1p-14f;
   static constexpr float kToFloat = 0x1p112f;
   static constexpr float kAligner = 0x1p7f;
 };

@@ -17,6 +17,7 @@
 #endif
 
 #include "base/dtype.h"
+#include "base/float8.h"
 #include "cpu/host.h"
 #include "cpu/isa.h"
 

@@ -218,12 +218,13 @@ CUDA_EXT_INLINE Words widen(Bytes bytes) {
   return __builtin_convertvector(bytes, Words);
 #endif
 }
-// Shifted into float's exponent field, a number is too small by the ratio of the biases; also if subnormal.
 CUDA_EXT_INLINE Vec<float> load(const float8_e4m3_t* p) {
+  using Format = Float8Format<float8_e4m3_t>;
   const Words bits = widen(*reinterpret_cast<const UnalignedBytes*>(p)), magnitude = bits & 0x7f;
-  const Words value = (Words)((Vec<float>)(magnitude << 20) * 0x1p120f);
-  return (Vec<float>)((bits & 0x80) << 24 | (magnitude == 0x7f ? Words{} + 0x7fc00000 : value));
+  const Words value = (Words)((Vec<float>)(magnitude << (23 - Format::kMantissa)) * Format::kToFloat);
+  return (Vec<float>)((bits & 0x80) << 24 | (magnitude == kFloat8Nan ? Words{} + 0x7fc00000 : value));
 }
+// The upper half of a float16.
 CUDA_EXT_INLINE Vec<float> load(const float8_e5m2_t* p) {
   return from_bits<half_t>(__builtin_convertvector(*reinterpret_cast<const UnalignedBytes*>(p), HalfWords) << 8);
 }

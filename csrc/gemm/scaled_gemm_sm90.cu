@@ -39,7 +39,7 @@ void launch_scaled_gemm_sm90(const ScaledGemmParams& params, const sm90::ScaledP
   epilogue.out = params.out;
   sm90::TensorMaps maps;
   maps.a = sm90::scaled_operand_map(params.a, params.k, params.m, params.a.row_stride,
-                                    sm90::kScaledBlockM[plan.config] / plan.cluster);
+                                    sm90::kScaledConfigs[plan.config].block_m / plan.cluster);
   maps.b = sm90::scaled_operand_map(params.b, params.k, params.n, params.b.column_stride, sm90::kScaledBlockN);
   sm90::GemmPlan of_output;
   of_output.batches = 1;

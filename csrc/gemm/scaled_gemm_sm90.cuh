@@ -27,17 +27,17 @@
 namespace cuda_ext::sm90 {
 
 // One instantiation of the kernel: its constants, and what the epilogue needs to know (epilogue_sm90.cuh).
-template <class A, class B, int block_m, bool columns_vary>
+template <class A, class B, ScaledConfig config, bool columns_vary>
 struct ScaledGemm {
   using OperandA = A;
   using OperandB = B;
   static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
   static constexpr bool kColumnsVary = columns_vary;  // as in ScaledPlan
   static constexpr bool kSwapped = false;
-  static constexpr int kBlockM = block_m, kBlockN = kScaledBlockN;
-  static constexpr int kWarpgroupM = block_m / kConsumers, kRowBlocks = kWarpgroupM / kRowBlock;
+  static constexpr int kBlockM = config.block_m, kBlockN = kScaledBlockN;
+  static constexpr int kWarpgroupM = kBlockM / kConsumers, kRowBlocks = kWarpgroupM / kRowBlock;
   static constexpr int kRegisters = kBlockN / 2;  // of the accumulators of a row block per thread
-  static constexpr int kStages = block_m == 256 ? 3 : 5;
+  static constexpr int kStages = config.stages;
   static constexpr int kSteps = 4;  // wgmma along a k tile: 32 elements each
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   using Accumulators = float[kRowBlocks][kRegisters];
@@ -96,6 +96,7 @@ DEVICE void load_operands(const ScaledPlan& plan, const TensorMaps& maps, typena
   for_k_tiles<Gemm>(plan, [&](const ScaledItem& item, int k_tile, const Ring<Gemm::kStages>& ring) {
     // Wait until the consumers of all blocks that this one writes to, and that write to this one, have released it.
     arch::barrier_wait_relaxed(shared.empty[ring.stage], ring.parity ^ 1);
+    // Load this block's part of a, for all blocks, and its own b.
     Barrier& full = shared.full[ring.stage];
     typename Gemm::Stage& stage = shared.stages[ring.stage];
     arch::barrier_arrive_expect(full, sizeof stage);
@@ -115,7 +116,7 @@ DEVICE void load_operands(const ScaledPlan& plan, const TensorMaps& maps, typena
 // stored, get those of the last.
 template <int lines>
 DEVICE void copy_scales(const Scales& scales, int64_t first, int64_t all, int block, float* to) {
-#pragma unroll 8
+#pragma unroll
   for (int i = arch::opaque_thread_index() % arch::kWarpSize; i < lines; i += arch::kWarpSize) {
     const int64_t line = first + i < all ? first + i : all - 1;
     arch::store_shared(arch::shared_address(to + i), arch::load_global<float>(scales.at(line, block)));
@@ -126,7 +127,9 @@ DEVICE void copy_scales(const Scales& scales, int64_t first, int64_t all, int bl
 template <class Gemm>
 DEVICE void load_scales(const ScaledGemmParams& params, const ScaledPlan& plan, typename Gemm::Storage& shared) {
   for_k_tiles<Gemm>(plan, [&](const ScaledItem& item, int k_tile, const Ring<Gemm::kStages>& ring) {
+    // Wait until all consumers have released the stage.
     arch::barrier_wait(shared.empty[ring.stage], ring.parity ^ 1);
+    // Copy the scales of its rows, and of its columns or the one of all of them.
     typename Gemm::StageScales& scales = shared.scales[ring.stage];
     copy_scales<Gemm::kBlockM>(params.scale_a, int64_t(item.row_tile) * Gemm::kBlockM, params.m, k_tile, scales.a);
     const int64_t column = int64_t(item.column_tile) * Gemm::kBlockN;
@@ -137,6 +140,7 @@ DEVICE void load_scales(const ScaledGemmParams& params, const ScaledPlan& plan, 
                          params.scale_b.has_blocks && column < params.n
                              ? arch::load_global<float>(params.scale_b.at(column, k_tile))
                              : 1.0f);
+    // Hand them to the consumers.
     arch::sync_warp();
     if (ConsumerThreads::is_first_lane()) arch::barrier_arrive(shared.full[ring.stage]);
   });
@@ -191,14 +195,17 @@ DEVICE void multiply_scaled(const ScaledPlan& plan, typename Gemm::Storage& shar
     for (float& sum : of_row_block) sum = 0.0f;
   int left = plan.k_tiles;
   do {  // there is at least one; ptxas serialises the products of a loop that could have none
+    // Wait for the stage.
     arch::barrier_wait(shared.full[ring.stage], ring.parity);
     const int offset = ring.stage * int(sizeof(typename Gemm::Stage));
     const typename Gemm::StageScales& scales = shared.scales[ring.stage];
 #pragma unroll
     for (int i = 0; i < Gemm::kRowBlocks; ++i) {
+      // Multiply a row block, while the other consumer adds.
       float product[Gemm::kRegisters];
       multiply_k_tile<Gemm>(product, arch::advance_descriptor(a, offset + i * kRowBlock * kLineBytes),
                             arch::advance_descriptor(b, offset));
+      // Add it to the sums, while the other consumer multiplies.
       const SharedAddress of_rows = arch::shared_address(scales.a + i * kRowBlock + row);
       const float first = arch::load_shared<float>(of_rows);
       const float second = arch::load_shared<float>(of_rows + 8 * sizeof(float));
@@ -292,7 +299,7 @@ scaled_gemm_sm90(GRID_CONSTANT ScaledGemmParams params, GRID_CONSTANT GemmParams
   if (arch::thread_index() < kWarpgroup) {
     arch::decrease_registers<Gemm::kProducerRegisters>();
     const int warp = arch::thread_index() / arch::kWarpSize;
-    if (warp == 0 && arch::thread_index() == 0) load_operands<Gemm>(plan, maps, shared);
+    if (arch::thread_index() == 0) load_operands<Gemm>(plan, maps, shared);
     if (warp == 1) load_scales<Gemm>(params, plan, shared);
     if (warp == 0) arch::grid_launch_dependents();
   } else {

@@ -11,7 +11,7 @@ template <class A, class B>
 void ScaledGemmSm90<A, B>::launch(const ScaledGemmParams& params, const GemmParams& epilogue, const ScaledPlan& plan,
                                   const TensorMaps& maps, void* stream) {
   const auto launch_kernel = [&]<int config, bool columns_vary>() {
-    using Kernel = ScaledGemm<A, B, kScaledBlockM[config], columns_vary>;
+    using Kernel = ScaledGemm<A, B, kScaledConfigs[config], columns_vary>;
     rt::launch<scaled_gemm_sm90<Kernel>>("scaled_gemm_sm90",
                                          {.grid = {plan.clusters * plan.cluster},
                                           .threads = Kernel::kThreads,
@@ -21,7 +21,7 @@ void ScaledGemmSm90<A, B>::launch(const ScaledGemmParams& params, const GemmPara
                                           .stream = stream},
                                          params, epilogue, plan, maps);
   };
-  static_assert(kScaledConfigs == 2);
+  static_assert(kNumScaledConfigs == 2);
   if (plan.config == 0)
     plan.columns_vary ? launch_kernel.template operator()<0, true>() : launch_kernel.template operator()<0, false>();
   else

@@ -7,13 +7,19 @@
 namespace cuda_ext::sm90 {
 
 constexpr int kScaledBlockN = 128;
-// Rows of a tile: 256 read each operand least often; 128 leave fewer SMs idle.
-constexpr int kScaledBlockM[] = {256, 128};
-constexpr int kScaledConfigs = int(sizeof kScaledBlockM / sizeof kScaledBlockM[0]);
+
+// A tile shape, and the k tiles that fit in shared memory.
+struct ScaledConfig {
+  int block_m;
+  int stages;
+};
+// Tiles of 256 rows read each operand least often; those of 128 leave fewer SMs idle.
+constexpr ScaledConfig kScaledConfigs[] = {{.block_m = 256, .stages = 3}, {.block_m = 128, .stages = 5}};
+constexpr int kNumScaledConfigs = int(sizeof kScaledConfigs / sizeof kScaledConfigs[0]);
 
 // Everything the host decides; the same for all blocks.
 struct ScaledPlan {
-  int config = 0;   // of kScaledBlockM
+  int config = 0;   // of kScaledConfigs
   int cluster = 1;  // 1 or 2 blocks with adjacent column tiles that load the tile of a once for both
   int clusters = 0;
   int row_tiles = 0;

@@ -1,13 +1,12 @@
 // scaled_mm: products of operands in FP8 with scales, and quantize_fp8, which makes such operands.
 #include "ops/torch_headers.h"
 
-#include <ATen/ops/amax.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/where.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include "base/float8.h"
 #include "gemm/scaled_gemm.h"
 #include "ops/gemm_autograd.h"
 #include "ops/gemm_composed.h"
@@ -28,7 +27,7 @@ void check_fp8(const char* argument, const Tensor& tensor) {
 }
 
 // The values of torch.nn.functional.ScalingType.
-enum Recipe : int64_t { kTensorWise = 0, kRowWise = 1, kBlockWise1x128 = 4, kBlockWise128x128 = 5 };
+enum Scaling : int64_t { kTensorWise = 0, kRowWise = 1, kBlockWise1x128 = 4, kBlockWise128x128 = 5 };
 
 // The scales of an operand with `lines` lines (rows of a, columns of b), as (lines that have their own, blocks of k).
 struct ScaleLines {
@@ -49,7 +48,7 @@ struct ScaleLines {
 
 // The layouts are PyTorch's: scales of lines are (lines, blocks of k), those of 128 x 128 are (blocks of k, blocks of
 // lines), of either operand.
-ScaleLines check_scales(const char* argument, const Tensor& scales, int64_t recipe, const Tensor& operand, bool is_b) {
+ScaleLines check_scales(const char* argument, const Tensor& scales, int64_t scaling, const Tensor& operand, bool is_b) {
   check_given(kOp, argument, scales);
   check_same_device(kOp, argument, scales, "mat_a", operand);
   CUDA_EXT_CHECK(scales.scalar_type() == at::kFloat, kOp, "expected ", argument, " of dtype float32, got ",
@@ -58,12 +57,12 @@ ScaleLines check_scales(const char* argument, const Tensor& scales, int64_t reci
   const auto blocks_of = [](int64_t size) { return (size + kScaleBlock - 1) / kScaleBlock; };
   const auto check = [&](bool fits, const char* name, const Sizes& expected) {
     CUDA_EXT_CHECK(fits, kOp, "expected ", argument, " of shape ", shape_string(expected), " for ",
-                   is_b ? "mat_b " : "mat_a ", shape_string(operand), " with recipe ", name, ", got ",
+                   is_b ? "mat_b " : "mat_a ", shape_string(operand), " with scaling ", name, ", got ",
                    shape_string(scales));
   };
-  switch (recipe) {
+  switch (scaling) {
     case kTensorWise:
-      CUDA_EXT_CHECK(scales.numel() == 1, kOp, "expected ", argument, " of one element for recipe TensorWise, got ",
+      CUDA_EXT_CHECK(scales.numel() == 1, kOp, "expected ", argument, " of one element for scaling TensorWise, got ",
                      shape_string(scales));
       return {scales.reshape({1, 1}), 0, false};
     case kRowWise:
@@ -83,8 +82,8 @@ ScaleLines check_scales(const char* argument, const Tensor& scales, int64_t reci
       return {scales.t(), kShift, true};
     }
     default:
-      CUDA_EXT_CHECK(false, kOp, "expected recipe TensorWise, RowWise, BlockWise1x128 or BlockWise128x128 for ",
-                     argument, ", got number ", recipe, " of torch.nn.functional.ScalingType");
+      CUDA_EXT_CHECK(false, kOp, "expected scaling TensorWise, RowWise, BlockWise1x128 or BlockWise128x128 for ",
+                     argument, ", got number ", scaling, " of torch.nn.functional.ScalingType");
   }
 }
 
@@ -124,8 +123,8 @@ Tensor composed_scaled_mm(const Tensor& a, const Tensor& b, const ScaleLines& sc
   return sum.to(type);
 }
 
-Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t recipe_a, const Tensor& scale_b,
-                 int64_t recipe_b, const OptionalTensor& bias, const OptionalTensor& c, double beta,
+Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t scaling_a, const Tensor& scale_b,
+                 int64_t scaling_b, const OptionalTensor& bias, const OptionalTensor& c, double beta,
                  at::ScalarType type) {
   check_fp8("mat_a", a);
   check_fp8("mat_b", b);
@@ -134,8 +133,8 @@ Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_
                  shape_string(a), ", got ", shape_string(b));
   CUDA_EXT_CHECK(type == at::kFloat || type == at::kHalf || type == at::kBFloat16, kOp,
                  "expected output_dtype float32, float16 or bfloat16, got ", dtype_name(type));
-  const ScaleLines lines_a = check_scales("scale_a", scale_a, recipe_a, a, false);
-  const ScaleLines lines_b = check_scales("scale_b", scale_b, recipe_b, b, true);
+  const ScaleLines lines_a = check_scales("scale_a", scale_a, scaling_a, a, false);
+  const ScaleLines lines_b = check_scales("scale_b", scale_b, scaling_b, b, true);
   const int64_t m = a.size(0), n = b.size(1);
   if (is_given(bias)) {
     check_same_device(kOp, "bias", *bias, "mat_a", a);
@@ -153,20 +152,14 @@ Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_
   }
   const CudaKernels* const kernels = cuda_kernels(kOp, a.device());
   const c10::DeviceGuard guard(a.device());  // whose kernels are chosen
-  Tensor out = empty_beside(a, {m, n}, type), operand_a = a, operand_b = b;
+  Tensor out = empty_beside(a, {m, n}, type);
   if (out.numel() == 0) return out;
-  if (kernels != nullptr) {
-    if (kernels->gemm_device().compute_capability != 90 || a.size(1) == 0)
-      return composed_scaled_mm(a, b, lines_a, lines_b, bias, addend, beta, type);
-    operand_a = with_aligned_lines(a);
-    operand_b = with_aligned_lines(b.t()).t();
-  }
   ScaledGemmParams params;
   params.m = m;
   params.n = n;
   params.k = a.size(1);
-  params.a = matrix(operand_a);
-  params.b = matrix(operand_b);
+  params.a = matrix(a);
+  params.b = matrix(b);
   params.scale_a = lines_a.params();
   params.scale_b = lines_b.params();
   if (is_given(bias)) params.bias = matrix(*bias);
@@ -179,14 +172,17 @@ Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_
   }
   const sm90::ScaledChoice choice = kernels->choose_scaled_gemm(params);
   if (!choice.refusal.empty()) return composed_scaled_mm(a, b, lines_a, lines_b, bias, addend, beta, type);
+  const Tensor lines_of_a = with_aligned_lines(a), lines_of_b = with_aligned_lines(b.t());
+  params.a = matrix(lines_of_a);
+  params.b = transposed(matrix(lines_of_b));
   const LaunchScope scope(a.device());
   launch_for(kOp, [&] { kernels->scaled_gemm(params, choice.plan, scope.stream()); });
   return out;
 }
 
 // FP8 numbers have no derivative.
-Tensor scaled_mm_autograd(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t recipe_a,
-                          const Tensor& scale_b, int64_t recipe_b, const OptionalTensor& bias, const OptionalTensor& c,
+Tensor scaled_mm_autograd(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t scaling_a,
+                          const Tensor& scale_b, int64_t scaling_b, const OptionalTensor& bias, const OptionalTensor& c,
                           double beta, at::ScalarType type) {
   CUDA_EXT_CHECK(
       !any_requires_grad(a, b, scale_a, scale_b, bias, c) && !any_has_tangent(a, b, scale_a, scale_b, bias, c), kOp,
@@ -194,26 +190,25 @@ Tensor scaled_mm_autograd(const Tensor& a, const Tensor& b, const Tensor& scale_
       "cuda_ext.fp8.linear, which has, or this op under torch.no_grad()");
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   static const auto op = find_op<decltype(scaled_mm)>(CUDA_EXT_OP("scaled_mm"));
-  return op.call(a, b, scale_a, recipe_a, scale_b, recipe_b, bias, c, beta, type);
+  return op.call(a, b, scale_a, scaling_a, scale_b, scaling_b, bias, c, beta, type);
 }
 
 using Numbers = c10::Dict<std::string, int64_t>;
 
-// What the kernel on wgmma would do for operands that it can read, or why it cannot run, for the paper model.
+// What the kernel on wgmma would do, or why it cannot run, for the paper model.
 std::tuple<std::string, Numbers> scaled_mm_plan(int64_t m, int64_t n, int64_t k, int64_t compute_capability,
                                                 int64_t num_sms) {
   ScaledGemmParams params;
   params.m = m;
   params.n = n;
   params.k = k;
-  params.a.row_stride = params.b.column_stride = (k + 15) / 16 * 16;
-  params.a.column_stride = params.b.row_stride = 1;
   params.out.dtype = Dtype::kBFloat16;
   const sm90::ScaledChoice choice =
       sm90::choose_scaled_plan(params, {int(compute_capability), int(num_sms), rt::shared_bytes_of_sm(90)});
   const sm90::ScaledPlan& plan = choice.plan;
   Numbers numbers;
-  numbers.insert("block_m", sm90::kScaledBlockM[plan.config]);
+  numbers.insert("block_m", sm90::kScaledConfigs[plan.config].block_m);
+  numbers.insert("stages", sm90::kScaledConfigs[plan.config].stages);
   numbers.insert("block_n", sm90::kScaledBlockN);
   numbers.insert("cluster", plan.cluster);
   numbers.insert("clusters", plan.clusters);
@@ -231,7 +226,8 @@ std::tuple<Tensor, Tensor> composed_quantize(const Tensor& input, at::ScalarType
   const int64_t rows = input.size(0), columns = input.size(1);
   const int64_t row_blocks = (rows + block_rows - 1) / block_rows;
   const int64_t column_blocks = (columns + block_columns - 1) / block_columns;
-  const double most = type == at::kFloat8_e4m3fn ? 448 : 57344;
+  const double most =
+      type == at::kFloat8_e4m3fn ? Float8Format<float8_e4m3_t>::kMost : Float8Format<float8_e5m2_t>::kMost;
   const Tensor padded = at::constant_pad_nd(
       input.to(at::kFloat), {0, column_blocks * block_columns - columns, 0, row_blocks * block_rows - rows});
   const Tensor blocks = padded.view({row_blocks, block_rows, column_blocks, block_columns});
@@ -284,7 +280,7 @@ std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& input, at::ScalarType type
 TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout};
   m.def(
-      "scaled_mm(Tensor mat_a, Tensor mat_b, Tensor scale_a, int recipe_a, Tensor scale_b, int recipe_b, "
+      "scaled_mm(Tensor mat_a, Tensor mat_b, Tensor scale_a, int scaling_a, Tensor scale_b, int scaling_b, "
       "Tensor? bias=None, Tensor? input=None, float beta=1.0, *, ScalarType output_dtype) -> Tensor",
       tags);
   m.def(

@@ -20,7 +20,7 @@ def _blocks(size: Any) -> Any:
     return (size + _BLOCK - 1) // _BLOCK
 
 
-def _check_scales(argument: str, scales: Tensor, recipe: int, operand: Tensor, is_b: bool) -> None:
+def _check_scales(argument: str, scales: Tensor, scaling: int, operand: Tensor, is_b: bool) -> None:
     op = "scaled_mm"
     check(
         scales.dtype == torch.float32,
@@ -35,24 +35,24 @@ def _check_scales(argument: str, scales: Tensor, recipe: int, operand: Tensor, i
         _BLOCKWISE_128X128: ("BlockWise128x128", (_blocks(k), _blocks(lines))),
     }
     check(
-        recipe in shapes,
+        scaling in shapes,
         op,
-        f"expected recipe TensorWise, RowWise, BlockWise1x128 or BlockWise128x128 for {argument}, got number {recipe} "
-        "of torch.nn.functional.ScalingType",
+        f"expected scaling TensorWise, RowWise, BlockWise1x128 or BlockWise128x128 for {argument}, got number "
+        f"{scaling} of torch.nn.functional.ScalingType",
     )
-    recipe_name, expected = shapes[recipe]
-    if recipe == _TENSORWISE:
-        got = f"expected {argument} of one element for recipe TensorWise, got {shape_of(scales)}"
+    scaling_name, expected = shapes[scaling]
+    if scaling == _TENSORWISE:
+        got = f"expected {argument} of one element for scaling TensorWise, got {shape_of(scales)}"
         check(scales.numel() == 1, op, got)
         return
-    where = f"{'mat_b' if is_b else 'mat_a'} {shape_of(operand)} with recipe {recipe_name}"
+    where = f"{'mat_b' if is_b else 'mat_a'} {shape_of(operand)} with scaling {scaling_name}"
     message = f"expected {argument} of shape {expected} for {where}, got {shape_of(scales)}"
-    if recipe == _ROWWISE:
+    if scaling == _ROWWISE:
         check(scales.numel() == lines, op, message)
         return
     check(scales.dim() == 2, op, message)
     check(scales.shape[1] == expected[1], op, message)
-    if recipe == _BLOCKWISE_128X128 and scales.shape[0] != expected[0]:  # PyTorch pads them
+    if scaling == _BLOCKWISE_128X128 and scales.shape[0] != expected[0]:  # PyTorch pads them
         check(scales.shape[0] == (expected[0] + 3) // 4 * 4, op, message)
     else:
         check(scales.shape[0] == expected[0], op, message)
@@ -63,9 +63,9 @@ def _(
     mat_a: Tensor,
     mat_b: Tensor,
     scale_a: Tensor,
-    recipe_a: int,
+    scaling_a: int,
     scale_b: Tensor,
-    recipe_b: int,
+    scaling_b: int,
     bias: Tensor | None = None,
     input: Tensor | None = None,
     beta: float = 1.0,
@@ -91,8 +91,8 @@ def _(
         op,
         f"expected output_dtype float32, float16 or bfloat16, got {dtype_name(output_dtype)}",
     )
-    _check_scales("scale_a", scale_a, recipe_a, mat_a, False)
-    _check_scales("scale_b", scale_b, recipe_b, mat_b, True)
+    _check_scales("scale_a", scale_a, scaling_a, mat_a, False)
+    _check_scales("scale_b", scale_b, scaling_b, mat_b, True)
     size = (mat_a.shape[0], mat_b.shape[1])
     if bias is not None:
         check(

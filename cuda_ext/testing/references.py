@@ -60,29 +60,29 @@ def reference_scaled_mm(
     mat_a: Tensor,
     mat_b: Tensor,
     scale_a: Tensor,
-    recipe_a: str,
+    scaling_a: str,
     scale_b: Tensor,
-    recipe_b: str,
+    scaling_b: str,
     *,
     bias: Tensor | None = None,
     input: Tensor | None = None,
     beta: float = 1.0,
 ) -> Tensor:
     """`cuda_ext.scaled_mm`, in float64."""
-    out = scaled_elements(mat_a, scale_a, recipe_a) @ scaled_elements(mat_b.t(), scale_b, recipe_b).t()
+    out = scaled_elements(mat_a, scale_a, scaling_a) @ scaled_elements(mat_b.t(), scale_b, scaling_b).t()
     if bias is not None:
         out = out + bias.double()
     return out if input is None else out + beta * input.double()
 
 
-def scaled_elements(matrix: Tensor, scales: Tensor, recipe: str) -> Tensor:
+def scaled_elements(matrix: Tensor, scales: Tensor, scaling: str) -> Tensor:
     """An operand of `cuda_ext.scaled_mm` (lines, K) times its scales, in float64."""
     each = scales.double()
-    if recipe == "RowWise":
+    if scaling == "RowWise":
         each = each.reshape(-1, 1)
-    if recipe == "BlockWise128x128":
+    if scaling == "BlockWise128x128":
         each = each.t().repeat_interleave(128, 0)[: matrix.shape[0]]
-    if recipe.startswith("BlockWise"):
+    if scaling.startswith("BlockWise"):
         each = each.repeat_interleave(128, 1)[:, : matrix.shape[1]]
     return matrix.double() * each
 

@@ -1,5 +1,5 @@
 """The kernel of scaled products on wgmma: both tile shapes, clusters, several tiles of a block, all epilogues and
-recipes; schedules, races, removed synchronisation. tests/test_scaled_mm.py has what every device must do."""
+scalings; schedules, races, removed synchronisation. tests/test_scaled_mm.py has what every device must do."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from torch import Tensor
 
 from cuda_ext import scaled_mm, testing
 from cuda_ext.fp8 import quantize
+from cuda_ext.testing import reference_scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-RECIPES = ("TensorWise", "RowWise", "BlockWise1x128", "BlockWise128x128")
+SCALINGS = ("TensorWise", "RowWise", "BlockWise1x128", "BlockWise128x128")
 
 
-def problem(m: int, n: int, k: int, recipes: tuple[str, str], formats: tuple[torch.dtype, torch.dtype]) -> list[Any]:
+def problem(m: int, n: int, k: int, scalings: tuple[str, str], formats: tuple[torch.dtype, torch.dtype]) -> list[Any]:
     (a, scale_a), (b, scale_b) = (
-        quantize(torch.randn(lines, k), recipe, dtype=dtype, power_of_two=True)
-        for lines, recipe, dtype in zip((m, n), recipes, formats, strict=True)
+        quantize(torch.randn(lines, k), scaling, dtype=dtype, power_of_two=True)
+        for lines, scaling, dtype in zip((m, n), scalings, formats, strict=True)
     )
-    return [a, b.t(), scale_a, recipes[0], scale_b, recipes[1]]
+    return [a, b.t(), scale_a, scalings[0], scale_b, scalings[1]]
 
 
 def run(arguments: list[Any], options: dict[str, Any], **emulation: Any) -> tuple[Tensor, dict[str, int], list[Any]]:
@@ -34,12 +35,14 @@ def run(arguments: list[Any], options: dict[str, Any], **emulation: Any) -> tupl
 
 
 def assert_near(out: Tensor, arguments: list[Any], options: dict[str, Any]) -> None:
-    """The CPU's result: its error is that of sums in float32, and the rounding of the output."""
-    expected = scaled_mm(*arguments, **options | {"output_dtype": torch.float32})
-    magnitude = scaled_mm(*(torch.abs(each.float()).to(each.dtype) if each.dtype in (E4M3, E5M2) else each
-                            for each in arguments[:2]), *arguments[2:], output_dtype=torch.float32)  # fmt: skip
-    rounding = torch.finfo(out.dtype).eps * expected.abs() if out.dtype != torch.float32 else 0.0
-    assert ((out.float() - expected).abs() <= 2.0**-19 * magnitude + rounding + 1e-6).all()
+    """The result in float64, within the error of sums in float32 and the roundings of the output and its addends."""
+    terms = {name: value for name, value in options.items() if name != "output_dtype"}
+    exact = reference_scaled_mm(*arguments, **terms)
+    magnitudes = [each.float().abs().to(each.dtype) for each in arguments[:2]]
+    magnitude = reference_scaled_mm(*magnitudes, *arguments[2:])
+    addends = sum(value.double().abs() for value in (terms.get("bias"), terms.get("input")) if value is not None)
+    rounding = torch.finfo(out.dtype).eps * exact.abs() + torch.finfo(torch.float32).eps * addends
+    assert ((out.double() - exact).abs() <= 2.0**-20 * magnitude + rounding).all()
 
 
 # Sizes, numbers of SMs and the rows of the tile that is then chosen. One block and clusters of two, an odd number of
@@ -64,7 +67,7 @@ def test_tiles_and_epilogues(shape: str, formats: tuple[torch.dtype, torch.dtype
     sizes, processors, rows_of_tile = SHAPES[shape]
     _, plan = torch.ops.cuda_ext._scaled_mm_plan(*sizes, 90, processors)
     assert plan["block_m"] == rows_of_tile
-    arguments = problem(*sizes, (random.choice(RECIPES), random.choice(RECIPES)), formats)
+    arguments = problem(*sizes, (random.choice(SCALINGS), random.choice(SCALINGS)), formats)
     m, n, k = sizes
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         options: dict[str, Any] = {"output_dtype": dtype}
@@ -112,16 +115,16 @@ RACES = [
     ((300, 140, 300), {"input": True}, 1),
     ((520, 260, 800), {"bias": True}, 2),
     ((200, 100, 900), {"output_dtype": torch.float32}, 2),
-    ((768, 700, 500), {"recipe_b": "BlockWise128x128"}, 2),
-    ((512, 100, 500), {"recipe_b": "BlockWise128x128"}, 1),
-    ((300, 300, 300), {"recipe_b": "RowWise"}, 1),
+    ((768, 700, 500), {"scaling_b": "BlockWise128x128"}, 2),
+    ((512, 100, 500), {"scaling_b": "BlockWise128x128"}, 1),
+    ((300, 300, 300), {"scaling_b": "RowWise"}, 1),
 ]
 
 
 def race_problem(sizes: tuple[int, int, int], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     m, n, _ = sizes
-    arguments = problem(*sizes, ("BlockWise1x128", options.get("recipe_b", "BlockWise1x128")), (E4M3, E4M3))
-    options = {name: value for name, value in options.items() if name != "recipe_b"}
+    arguments = problem(*sizes, ("BlockWise1x128", options.get("scaling_b", "BlockWise1x128")), (E4M3, E4M3))
+    options = {name: value for name, value in options.items() if name != "scaling_b"}
     tensors = {"input": torch.randn(m, n), "bias": torch.randn(n)}
     return arguments, {name: tensors.get(name, value) for name, value in options.items()}
 

@@ -5,39 +5,24 @@
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
-// What the arithmetic of a format needs; `kBits` are those of the fraction.
-template <class Storage>
-struct Float8;
-template <>
-struct Float8<float8_e4m3_t> {
-  static constexpr float kMost = 448, kLeastNormal = 0x1p-6f;
-  static constexpr int kBits = 3, kBias = 7;
-};
-template <>
-struct Float8<float8_e5m2_t> {
-  static constexpr float kMost = 57344, kLeastNormal = 0x1p-14f;
-  static constexpr int kBits = 2, kBias = 15;
-};
-
 CUDA_EXT_INLINE Vec<float> magnitude_of(Vec<float> v) { return (Vec<float>)((Words)v & 0x7fffffff); }
 
 // The bits of the nearest number of the format, at most its largest, or of NaN; one in each word.
 template <class Storage>
 CUDA_EXT_INLINE Words float8_words(Vec<float> v) {
-  using Format = Float8<Storage>;
-  constexpr int kShift = 23 - Format::kBits;
+  using Format = Float8Format<Storage>;
+  constexpr int kDropped = 23 - Format::kMantissa;
   const Words sign = (Words)v >> 24 & 0x80;
   Vec<float> magnitude = magnitude_of(v);
   const auto is_nan = magnitude != magnitude;
   magnitude = magnitude > Format::kMost ? splat(Format::kMost) : magnitude;
   const Words bits = (Words)magnitude;
-  const Words normal = ((bits + ((1u << (kShift - 1)) - 1) + (bits >> kShift & 1)) >> kShift) -
-                       (uint32_t(127 - Format::kBias) << Format::kBits);
-  // The last bit of what is added is the least subnormal, so that the sum is rounded to a multiple of it.
-  const Vec<float> aligned = splat(Format::kLeastNormal * float(1 << kShift));
-  const Words subnormal = (Words)(magnitude + aligned) - (Words)aligned;
+  const Words normal = ((bits + ((1u << (kDropped - 1)) - 1) + (bits >> kDropped & 1)) >> kDropped) -
+                       (uint32_t(127 - Format::kBias) << Format::kMantissa);
+  const Vec<float> aligner = splat(Format::kAligner);
+  const Words subnormal = (Words)(magnitude + aligner) - (Words)aligner;
   const Words finite = magnitude < Format::kLeastNormal ? subnormal : normal;
-  return sign | (is_nan ? Words{} + 0x7f : finite);
+  return sign | (is_nan ? Words{} + kFloat8Nan : finite);
 }
 
 template <class Storage>
@@ -109,7 +94,7 @@ void quantize_short_blocks(const QuantizeParams& p) {
       const int64_t row = block * p.block_rows, rows = std::min(p.block_rows, p.rows - row);
       for_column_blocks(p, [&](int64_t n, int64_t column, int64_t columns) {
         const float most = largest_of<In>(p, row, rows, column, columns);
-        const float scale = scale_of_block(most, Float8<Out>::kMost, p.power_of_two);
+        const float scale = scale_of_block(most, Float8Format<Out>::kMost, p.power_of_two);
         p.scales[block * column_blocks + n] = scale;
         convert<Out, In>(p, row, rows, column, columns, scale);
       });
@@ -144,7 +129,7 @@ void quantize_long_blocks(const QuantizeParams& p) {
       float largest = 0;
       for (int64_t piece = 0; piece < pieces; ++piece)
         largest = std::max(largest, most[(block * pieces + piece) * column_blocks + n]);
-      p.scales[block * column_blocks + n] = scale_of_block(largest, Float8<Out>::kMost, p.power_of_two);
+      p.scales[block * column_blocks + n] = scale_of_block(largest, Float8Format<Out>::kMost, p.power_of_two);
     }
   for_pieces([&](int64_t block, int64_t, int64_t row, int64_t rows) {
     if (rows > 0)

@@ -43,6 +43,7 @@ struct ConvertedLines {
   }
 };
 
+// Computes parts of the output, one after the other; a thread allocates its buffers once for all of its parts.
 class ScaledTask {
  public:
   static constexpr int64_t kRows = 240, kColumns = 480;  // at most
