@@ -32,11 +32,10 @@ def _only(argument: str, value: Any) -> Any:
     return value
 
 
-def _scaling_number(argument: str, scaling: Any) -> int:
-    scaling = _only(argument, scaling)
+def scaling_number(scaling: Any, op: str = f"{NAMESPACE}::quantize_fp8", argument: str = "scaling") -> int:
     name = scaling if isinstance(scaling, str) else getattr(scaling, "name", str(scaling))
     if name not in _SCALINGS:
-        raise RuntimeError(f"{_NAME}: expected {argument} of {', '.join(_SCALINGS)}, got {scaling!r}")
+        raise RuntimeError(f"{op}: expected {argument} of {', '.join(_SCALINGS)}, got {scaling!r}")
     return _SCALINGS[name]
 
 
@@ -100,7 +99,7 @@ def scaled_mm(
         raise RuntimeError(f"{_NAME}: expected contraction_dim () or (1, 0), got {tuple(contraction_dim)}")
     check_constants("scaled_mm", beta=beta)
     numbers = [
-        _scaling_number(argument, scaling)
+        scaling_number(_only(argument, scaling), _NAME, argument)
         for argument, scaling in (("scale_recipe_a", scale_recipe_a), ("scale_recipe_b", scale_recipe_b))
     ]
     dtype = torch.bfloat16 if output_dtype is None else output_dtype

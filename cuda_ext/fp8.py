@@ -22,23 +22,32 @@ Recipes:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 import cuda_ext._rules  # noqa: F401
 from cuda_ext._gemm import gemm
 from cuda_ext._load import ops
-from cuda_ext._scaled_mm import scaled_mm
+from cuda_ext._scaled_mm import scaled_mm, scaling_number
 from cuda_ext._toolchain import NAMESPACE
 
-__all__ = ["RECIPES", "Float8Linear", "Report", "convert", "linear", "quantize", "revert"]
-
-# (rows, columns) of a block that shares a scale; 0: all.
-_BLOCKS = {"TensorWise": (0, 0), "RowWise": (1, 0), "BlockWise1x128": (1, 128), "BlockWise128x128": (128, 128)}
+__all__ = [
+    "RECIPES",
+    "Float8Linear",
+    "Report",
+    "convert",
+    "linear",
+    "quantize",
+    "quantize_both",
+    "revert",
+    "unchanged_weights",
+]
 
 
 def quantize(
@@ -57,24 +66,47 @@ def quantize(
     For a product that sums over the rows of a matrix, quantise its transpose: scales must not change along a sum.
 
     Args:
-        input: ``(R, C)``, float32, float16 or bfloat16, any strides.
+        input: ``(R, C)``, float32, float16 or bfloat16. A matrix that is contiguous along neither dim is copied.
         scaling: ``"TensorWise"``, ``"RowWise"`` (default), ``"BlockWise1x128"`` or ``"BlockWise128x128"``, as
             `cuda_ext.scaled_mm` reads them.
         dtype: float8_e4m3fn (default) or float8_e5m2.
         power_of_two: whether scales are rounded up to powers of two, so that they add no rounding error. Default False.
 
     Returns:
-        ``data``, ``(R, C)``, and ``scales``, float32, as `cuda_ext.scaled_mm` takes them for the left operand: ``(1,
-        1)``, ``(R, 1)``, ``(R, ceil(C / 128))`` or ``(ceil(C / 128), ceil(R / 128))``. They have no gradient. For the
-        right operand of a product pass ``data.t()`` and the same scales, which for ``"RowWise"`` may have either shape.
+        ``data``, ``(R, C)``, with rows that begin at multiples of 16 bytes, and ``scales``, float32, as
+        `cuda_ext.scaled_mm` takes them for the left operand: ``(1, 1)``, ``(R, 1)``, ``(R, ceil(C / 128))`` or
+        ``(ceil(C / 128), ceil(R / 128))``. They have no gradient. For the right operand of a product pass ``data.t()``
+        and the same scales, which for ``"RowWise"`` may have either shape.
 
     Raises:
         RuntimeError: wrong shape, dtype or scaling.
     """
-    if scaling not in _BLOCKS:
-        raise RuntimeError(f"{NAMESPACE}::quantize_fp8: expected scaling of {', '.join(_BLOCKS)}, got {scaling!r}")
-    data, scales = ops.quantize_fp8.default(input, dtype, *_BLOCKS[scaling], power_of_two)
-    return data, scales.t() if scaling == "BlockWise128x128" else scales
+    quantized: tuple[Tensor, Tensor] = ops.quantize_fp8.default(input, dtype, scaling_number(scaling), power_of_two)
+    return quantized
+
+
+def quantize_both(
+    input: Tensor,
+    scaling: str = "RowWise",
+    *,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    power_of_two: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`quantize` of a matrix and of its transpose, each with its own scales, from one read of the matrix (two for
+    ``"TensorWise"`` and ``"RowWise"``, whose scales depend on more than a tile).
+
+    Args:
+        input, scaling, dtype, power_of_two: as `quantize`.
+
+    Returns:
+        ``data``, ``(R, C)``, and its scales, then those of the transpose, ``(C, R)``.
+
+    Raises:
+        RuntimeError: as `quantize`.
+    """
+    number = scaling_number(scaling)
+    both: tuple[Tensor, Tensor, Tensor, Tensor] = ops.quantize_fp8_both.default(input, dtype, number, power_of_two)
+    return both
 
 
 class _Quantized(NamedTuple):
@@ -83,10 +115,6 @@ class _Quantized(NamedTuple):
     data: Tensor  # (lines, K)
     scales: Tensor
     scaling: str
-
-    def transposed(self) -> _Quantized:
-        """Of scales of squares, which are the same along both dims."""
-        return _Quantized(self.data.t(), self.scales.t(), self.scaling)
 
     def mm(self, other: _Quantized, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """(lines, lines of the other)"""
@@ -102,11 +130,16 @@ class _Recipe:
     power_of_two: bool = True
     quantizes_weight_grad: bool = True  # the product that gives the gradient of the weight
 
-    def of_tokens(self, rows: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> _Quantized:
-        return _Quantized(*quantize(rows, self.tokens, dtype=dtype, power_of_two=self.power_of_two), self.tokens)
+    def of(self, matrix: Tensor, scaling: str, dtype: torch.dtype = torch.float8_e4m3fn) -> _Quantized:
+        """The matrix for a product that sums along its rows."""
+        return _Quantized(*quantize(matrix, scaling, dtype=dtype, power_of_two=self.power_of_two), scaling)
 
-    def of_weight(self, weight: Tensor) -> _Quantized:
-        return _Quantized(*quantize(weight, self.weight, power_of_two=self.power_of_two), self.weight)
+    def both_of(
+        self, matrix: Tensor, scaling: str, dtype: torch.dtype = torch.float8_e4m3fn
+    ) -> tuple[_Quantized, _Quantized]:
+        """The same, and its transpose."""
+        both = quantize_both(matrix, scaling, dtype=dtype, power_of_two=self.power_of_two)
+        return _Quantized(*both[:2], scaling), _Quantized(*both[2:], scaling)
 
 
 _RECIPES = {
@@ -124,51 +157,121 @@ def checked_recipe(name: str) -> str:
     return name
 
 
+class _Weights:
+    """Quantised weights and their transposes, by weight and recipe, while `unchanged_weights` is entered."""
+
+    def __init__(self) -> None:
+        self.entered = 0
+        self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def get(self, weight: Tensor, recipe_name: str) -> tuple[_Quantized, _Quantized] | None:
+        """None if they are not kept."""
+        if self.entered == 0 or torch.compiler.is_compiling() or not isinstance(weight, nn.Parameter):
+            return None
+        inference = torch.is_inference_mode_enabled()  # what it makes cannot be saved for backward
+        key = recipe_name, inference, None if weight.is_inference() else weight._version
+        kept = self._kept.get(weight)
+        if kept is None or kept[0] != key:
+            recipe = _RECIPES[recipe_name]
+            kept = key, recipe.both_of(weight.detach(), recipe.weight)
+            self._kept[weight] = kept
+        both: tuple[_Quantized, _Quantized] = kept[1]
+        return both
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+
+_weights = _Weights()
+
+
+@contextlib.contextmanager
+def unchanged_weights() -> Iterator[None]:
+    """While this context is entered, in any thread, no weight changes: each is quantised once, and both copies, 2 bytes
+    an element, are kept until it is left.
+
+        for batch in batches:
+            with cuda_ext.fp8.unchanged_weights():
+                for part in batch:                      # gradient accumulation
+                    loss_of(model(part)).backward()
+            optimizer.step()
+
+    It saves time if a weight is used more than once between two steps, and the quantisation of its transpose in
+    backward. It has no effect on compiled graphs, which quantise in place. A change of the weight that PyTorch counts
+    is noticed; one that it does not count (by ``weight.data``, or in memory that FSDP2 gathers) is not.
+    """
+    _weights.entered += 1
+    try:
+        yield
+    finally:
+        _weights.entered -= 1
+        if _weights.entered == 0:
+            _weights.clear()
+
+
 class _Linear(torch.autograd.Function):
-    """Saves the weight, and the transpose of the input in FP8, which is all that the gradient of the weight needs."""
+    """Saves the weight, or its transpose in FP8 if that is kept, and the transpose of the input in FP8, which is all
+    that the gradient of the weight needs."""
 
     @staticmethod
     def forward(
-        rows: Tensor, weight: Tensor, bias: Tensor | None, recipe_name: str, dtype: torch.dtype, saves_rows: bool
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        recipe_name: str,
+        dtype: torch.dtype,
+        saves_rows: bool,
+        kept: tuple[_Quantized, _Quantized] | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         recipe = _RECIPES[recipe_name]
-        out = recipe.of_tokens(rows).mm(recipe.of_weight(weight), dtype, bias)
+        of_weight = recipe.of(weight, recipe.weight) if kept is None else kept[0]
         if saves_rows and recipe.quantizes_weight_grad:
-            saved = recipe.of_tokens(rows.t())
-            return out, saved.data, saved.scales
+            of_rows, saved = recipe.both_of(rows, recipe.tokens)
+            return of_rows.mm(of_weight, dtype, bias), saved.data, saved.scales
+        out = recipe.of(rows, recipe.tokens).mm(of_weight, dtype, bias)
         return out, rows.new_empty(0), rows.new_empty(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        rows, weight, bias, ctx.recipe, _, saves_rows = inputs
+        rows, weight, bias, ctx.recipe, _, saves_rows, kept = inputs
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
         keeps_rows = saves_rows and not _RECIPES[ctx.recipe].quantizes_weight_grad
-        ctx.save_for_backward(weight, rows if keeps_rows else None, *output[1:])
-        ctx.dtype = rows.dtype
+        of_weight = (weight, None) if kept is None else kept[1][:2]
+        ctx.save_for_backward(*of_weight, rows if keeps_rows else None, *output[1:])
+        ctx.dtype, ctx.weight_dtype = rows.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return (None,) * 6
-        weight, rows, data, scales = ctx.saved_tensors
+            return (None,) * 7
+        weight, weight_scales, rows, data, scales = ctx.saved_tensors
         recipe = _RECIPES[ctx.recipe]
-        grad_input = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            by_rows = recipe.weight == "RowWise"
-            of_weight = recipe.of_weight(weight.t()) if by_rows else recipe.of_weight(weight).transposed()
-            grad_input = recipe.of_tokens(grad, recipe.grad_dtype).mm(of_weight, ctx.dtype)
-        if ctx.needs_input_grad[1]:
-            if recipe.quantizes_weight_grad:
-                of_rows = _Quantized(data, scales, recipe.tokens)
-                grad_weight = recipe.of_tokens(grad.t(), recipe.grad_dtype).mm(of_rows, weight.dtype)
+        of_input, of_weight, of_bias = ctx.needs_input_grad[:3]
+        quantizes_both = of_input and of_weight and recipe.quantizes_weight_grad
+        grad_input = grad_weight = grad_bias = transposed = None
+        if of_input:
+            if quantizes_both:
+                of_grad, transposed = recipe.both_of(grad, recipe.tokens, recipe.grad_dtype)
             else:
-                grad_weight = gemm(grad.to(rows.dtype).t(), rows, out_dtype=weight.dtype)
-        if ctx.needs_input_grad[2]:
+                of_grad = recipe.of(grad, recipe.tokens, recipe.grad_dtype)
+            if weight_scales is None:
+                by_columns = recipe.of(weight.t(), recipe.weight)
+            else:
+                by_columns = _Quantized(weight, weight_scales, recipe.weight)
+            grad_input = of_grad.mm(by_columns, ctx.dtype)
+        if of_weight:
+            if recipe.quantizes_weight_grad:
+                if transposed is None:
+                    transposed = recipe.of(grad.t(), recipe.tokens, recipe.grad_dtype)
+                grad_weight = transposed.mm(_Quantized(data, scales, recipe.tokens), ctx.weight_dtype)
+            else:
+                grad_weight = gemm(grad.to(rows.dtype).t(), rows, out_dtype=ctx.weight_dtype)
+        if of_bias:
             grad_bias = grad.sum(0, dtype=ctx.bias_dtype)
-        return grad_input, grad_weight, grad_bias, None, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None, None
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: str = "rowwise") -> Tensor:
@@ -196,7 +299,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe:
     dtype = torch.get_autocast_dtype(device) if autocasts else input.dtype
     saves_rows = weight.requires_grad and torch.is_grad_enabled()
     rows = input.flatten(0, -2) if input.dim() > 1 else input.unsqueeze(0)
-    out = _Linear.apply(rows, weight, bias, recipe, dtype, saves_rows)[0]
+    kept = _weights.get(weight, recipe)
+    out = _Linear.apply(rows, weight, bias, recipe, dtype, saves_rows, kept)[0]
     return out.view(*input.shape[:-1], weight.shape[0])
 
 
@@ -256,7 +360,7 @@ def convert(
         keep: called with the name and the layer; True leaves it as it is. Models usually keep their last layer, whose
             logits need the precision: ``lambda name, layer: name == "lm_head"``.
         least_features: layers with fewer inputs or outputs are kept: converting their operands would take longer than
-            FP8 saves. Default 1024, a guess: on GPUs, where conversion is not yet a kernel, few layers gain at all.
+            FP8 saves. Default 1024, where by the model of an H200 (docs/model.md) it begins to gain.
 
     Returns:
         a `Report`; print it.

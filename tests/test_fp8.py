@@ -124,6 +124,50 @@ def test_autocast_decides_the_dtype_of_the_output() -> None:
     assert x.grad is not None and x.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_unchanged_weights_are_quantised_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Linear(130, 70)
+    fp8.convert(layer, recipe, least_features=1)
+    parts = [torch.randn(5, 130, requires_grad=True) for _ in range(3)]
+    quantised: list[tuple[int, ...]] = []
+    for name in ("quantize", "quantize_both"):
+        each = getattr(fp8, name)
+
+        def counting(matrix: Tensor, *args: Any, each: Any = each, **options: Any) -> Any:
+            quantised.append(tuple(matrix.shape))
+            return each(matrix, *args, **options)
+
+        monkeypatch.setattr(fp8, name, counting)
+
+    def gradients() -> list[Tensor]:
+        layer.zero_grad()
+        for part in parts:
+            part.grad = None
+            torch.utils.checkpoint.checkpoint(layer, part, use_reentrant=False).square().sum().backward()
+        grads = [part.grad for part in parts] + [parameter.grad for parameter in layer.parameters()]
+        assert all(grad is not None for grad in grads)
+        return [grad.clone() for grad in grads if grad is not None]
+
+    of_weight = {(70, 130), (130, 70)}
+    expected = gradients()
+    assert sum(shape in of_weight for shape in quantised) == 9  # forward, again for backward, and its transpose
+    quantised.clear()
+    with fp8.unchanged_weights():
+        assert all(map(torch.equal, gradients(), expected))
+        assert sum(shape in of_weight for shape in quantised) == 1
+        monkeypatch.undo()
+        with torch.inference_mode():
+            assert layer(parts[0]).equal(layer(parts[0]))
+        with torch.no_grad():
+            layer.weight.mul_(2)
+        twice = layer(parts[0])
+        compiled = torch.compile(lambda x: layer(x), backend="aot_eager", fullgraph=True)
+        assert compiled(parts[0]).equal(twice)
+        functional = torch.func.functional_call(layer, {"weight": layer.weight / 2}, (parts[0],))
+    assert layer(parts[0]).equal(twice) and not functional.equal(twice)
+    assert not fp8._weights._kept  # nothing is kept outside
+
+
 def test_second_derivatives_are_refused() -> None:
     x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
     (grad,) = torch.autograd.grad(fp8.linear(x, weight).square().sum(), x, create_graph=True)
@@ -226,7 +270,10 @@ def test_data_parallel_and_fsdp(sharded: bool) -> None:
     if sharded:
         for layer in (net[0], net[2], net):
             fully_shard(layer)
-        net(halves[rank]).square().sum().backward()
+        with fp8.unchanged_weights():  # also where the memory of gathered weights is used again
+            for _ in range(2):
+                net.zero_grad()
+                net(halves[rank]).square().sum().backward()
         found = [parameter.grad.full_tensor() for parameter in net.parameters()]
         fp8.revert(net)  # also of the classes that FSDP2 makes
         assert net(halves[rank]).isfinite().all()

@@ -53,6 +53,7 @@ def test_document_is_current() -> None:
         document.BEGIN_SHARES: document.shares(),
         document.BEGIN_LOSSES: document.losses(),
         document.BEGIN_SCALED: document.scaled(),
+        document.BEGIN_LAYERS: document.layers(),
         document.BEGIN_MASKS: document.masks(),
     }
     for begin, section in sections.items():
@@ -73,11 +74,14 @@ def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(document, "losses", lambda: "| 2.00 |\n")
     monkeypatch.setattr(document, "masks", lambda: "| 3.00 |\n")
     monkeypatch.setattr(document, "scaled", lambda: "| 4.00 |\n")
-    begins = (document.BEGIN, document.BEGIN_SHARES, document.BEGIN_LOSSES, document.BEGIN_SCALED, document.BEGIN_MASKS)
+    monkeypatch.setattr(document, "layers", lambda: "| 5.00 |\n")
+    begins = (document.BEGIN, document.BEGIN_SHARES, document.BEGIN_LOSSES, document.BEGIN_SCALED)
+    begins = (*begins, document.BEGIN_LAYERS, document.BEGIN_MASKS)
     tables = "before\n" + "".join(f"{begin}\n{{}}{END}\nbetween\n" for begin in begins)
-    page.write_text(tables.format("| old |\n", "", "", "", ""))
+    page.write_text(tables.format("| old |\n", *[""] * 5))
     assert command.main(["--write"]) == 0
-    assert page.read_text() == tables.format("| new |\n", "| 1.00 |\n", "| 2.00 |\n", "| 4.00 |\n", "| 3.00 |\n")
+    written = ("| new |\n", "| 1.00 |\n", "| 2.00 |\n", "| 4.00 |\n", "| 5.00 |\n", "| 3.00 |\n")
+    assert page.read_text() == tables.format(*written)
     assert times.read_text() == "{}"
     page.write_text("nothing")
     assert command.main(["--write"]) == 2

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import cuda_ext
 from cuda_ext import scaled_mm, testing
-from cuda_ext.fp8 import quantize
+from cuda_ext.fp8 import quantize, quantize_both
 from cuda_ext.testing import reference_scaled_mm
 from cuda_ext.testing.references import scaled_elements
 
@@ -278,8 +278,9 @@ def test_ops_follow_the_rules_of_pytorch() -> None:
         {"output_dtype": torch.float32},
         test_utils=checks,
     )
-    for block in ((1, 0), (0, 0), (1, 128), (128, 128)):
-        torch.library.opcheck(torch.ops.cuda_ext.quantize_fp8.default, (torch.randn(5, 300), E4M3, *block, True))
+    for scaling in (0, 1, 4, 5):
+        for op in (torch.ops.cuda_ext.quantize_fp8.default, torch.ops.cuda_ext.quantize_fp8_both.default):
+            torch.library.opcheck(op, (torch.randn(5, 300), E4M3, scaling, True))
 
 
 def test_one_graph_with_sizes_that_change() -> None:
@@ -320,11 +321,17 @@ def definition(x: Tensor, scaling: str, dtype: torch.dtype, power_of_two: bool) 
 
 
 def assert_quantised(x: Tensor, scaling: str, dtype: torch.dtype, power_of_two: bool) -> None:
-    """By the kernel for CPUs, and composed of PyTorch's operations, as on GPUs."""
+    """By the kernel for CPUs, and by those for CUDA: the matrix, its transpose, and both at once."""
+    options: dict[str, Any] = {"dtype": dtype, "power_of_two": power_of_two}
     expected = definition(x, scaling, dtype, power_of_two)
-    assert_equal_fp8(quantize(x, scaling, dtype=dtype, power_of_two=power_of_two), expected)
-    with testing.emulated("sm_90a"):
-        assert_equal_fp8(quantize(x, scaling, dtype=dtype, power_of_two=power_of_two), expected)
+    expected_transposed = definition(x.t(), scaling, dtype, power_of_two)
+    for emulated in (False, True):
+        with testing.emulated(random.choice(("sm_80", "sm_90a"))) if emulated else contextlib.nullcontext():
+            assert_equal_fp8(quantize(x, scaling, **options), expected)
+            assert_equal_fp8(quantize(x.t(), scaling, **options), expected_transposed)
+            both = quantize_both(x, scaling, **options)
+        assert_equal_fp8(both[:2], expected)
+        assert_equal_fp8(both[2:], expected_transposed)
 
 
 def assert_equal_fp8(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
@@ -402,9 +409,18 @@ def test_products_of_what_was_quantised(scaling: str) -> None:
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_nothing_to_quantise(scaling: str, shape: tuple[int, int]) -> None:
-    data, scales = quantize(torch.empty(shape), scaling)
-    assert data.shape == shape and scales.eq(1).all()
+    data, scales, transposed, its_scales = quantize_both(torch.empty(shape), scaling)
+    assert data.shape == shape and transposed.shape == shape[::-1] and scales.eq(1).all() and its_scales.eq(1).all()
     assert scales.numel() == 1 or scaling != "TensorWise"
+    assert quantize(torch.empty(shape), scaling)[1].shape == scales.shape
+
+
+def test_rows_begin_at_multiples_of_16_bytes() -> None:
+    """As TMA reads them, so that `scaled_mm` does not copy."""
+    for emulated in (False, True):
+        with testing.emulated("sm_90a") if emulated else contextlib.nullcontext():
+            data, _, transposed, _ = quantize_both(torch.randn(5, 33))
+        assert data.stride() == (48, 1) and transposed.stride() == (16, 1)
 
 
 def test_what_is_quantised_has_no_gradient() -> None:

@@ -52,6 +52,7 @@ class Rule:
     steps: int | None = None  # wgmma: products of an accumulator from one wait to the next, both operands in memory
     registers_from: str | None = None  # wgmma: the source, relative to csrc, with the registers of each role
     overlap: int | None = None  # wgmma: at least so many exponentials between a product of the loop and its wait
+    loads: int | None = None  # at least so many loads of 8 or 16 bytes in flight together
 
 
 # The kernels on wgmma. One group of products is in flight while the lead of the next is issued.
@@ -154,9 +155,11 @@ RULES = (
     Rule("attention_bwd_rows", (r"LDG\.E\.128", r"STG\.E\.128"), shared_bytes=0),
     Rule("attention_bwd_finish", (r"STG\.E\.128",)),
     Rule("attention_bwd_sinks"),
-    Rule("activation_grad"),
+    Rule("activation_grad", loads=12),  # 4 rows of each dtype
+    Rule("largest_magnitudes", ("RED",), loads=8),
+    Rule("quantize_tile", (r"STG\.E\.128",), loads=8),
     Rule("add_block_sums"),
-    Rule("clear_arrivals", shared_bytes=0),
+    Rule("clear_words", shared_bytes=0),
     Rule("copy_lines_sm90<Words<4>", (r"LDG\.E\.128", r"STG\.E\.128"), shared_bytes=0),
     Rule("copy_lines_sm90<Words<2>", (r"LDG\.E\.64", r"STG\.E\.64"), shared_bytes=0),
     Rule("copy_lines_sm90<unsigned", ("LDG", "STG"), shared_bytes=0),
@@ -187,6 +190,7 @@ class Kernel(compiled.Kernel):
     opcodes: Counter[str] = field(default_factory=Counter)
     groups: list[tuple[str, ...]] = field(default_factory=list)  # find_group of each wait for wgmma
     role_registers: list[tuple[str, int]] = field(default_factory=list)  # setmaxnreg: "DEALLOC" or "TRY_ALLOC", count
+    loads: int = 0  # the most vector loads that are in flight together: see loads_at_once
 
     @property
     def version(self) -> int:
@@ -253,6 +257,7 @@ def read_kernels(binary: Path, machine_code: bool = True) -> list[Kernel]:
         elif match := instruction.match(line):
             kernel.opcodes[match[3]] += 1
             code.append((int(match[1], 16), match[2].strip()))
+            kernel.loads = max(kernel.loads, loads_at_once(code))
             if match[3].startswith("BRA"):
                 kernel.loop = kernel.loop if kernel.loop.instructions else find_loop(code)  # innermost first
             elif match[3] == "WARPGROUP.DEPBAR.LE" and (group := find_group(code)):
@@ -358,6 +363,30 @@ def find_group(code: Sequence[tuple[int, str]]) -> tuple[str, ...]:
     return tuple(reversed(group[products[0] : products[-1] + 1])) if products else ()
 
 
+def loads_at_once(code: Sequence[tuple[int, str]]) -> int:
+    """The vector loads of 8 or 16 bytes that are in flight when the last instruction of `code`, one of them, is issued:
+    back to a barrier, or to one whose result was read before."""
+    load = re.compile(r"(?:@!?U?P\w+\s+)?LDG\S*\.(64|128)\b\S* R(\d+), (.*)")
+    if not load.match(code[-1][1]):
+        return 0
+    count, read = 0, set[int]()
+    for _, text in reversed(code):
+        if re.search(r"\b(BAR|CALL|RET)\b", text):
+            break
+        if match := load.match(text):
+            first = int(match[2])
+            result = set(range(first, first + int(match[1]) // 32))
+            if result & read:
+                break
+            count += 1
+            read |= {int(register) for register in re.findall(r"\bR(\d+)", match[3])}
+            continue
+        target, _, sources = text.partition(",")
+        read -= {int(register) for register in re.findall(r"\bR(\d+)$", target)}  # a value that is not the load's
+        read |= {int(register) for register in re.findall(r"\bR(\d+)", sources)}
+    return count
+
+
 def _branch_target(text: str) -> int | None:
     match = re.search(r"\bBRA\b.* (0x[0-9a-f]+)$", text)
     return int(match[1], 16) if match else None
@@ -451,6 +480,11 @@ def faults(kernels: Iterable[Kernel], rules: Sequence[Rule] = RULES) -> list[str
             found.append(
                 f"{where}expected at least {rule.overlap} exponentials between a product of its loop and the wait for "
                 f"it, got {overlap}; the compiler has moved the softmax after the wait"
+            )
+        if rule.loads is not None and kernel.loads < rule.loads:
+            found.append(
+                f"{where}expected {rule.loads} vector loads in flight together, got {kernel.loads}; load all "
+                "before the first is converted, which waits for it"
             )
         for pattern in wanted_opcodes(kernel, rule):
             if not any(re.match(pattern, opcode) for opcode in kernel.opcodes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -280,6 +281,27 @@ def scaled(m: int, n: int, k: int, scalings: tuple[str, str], formats: tuple[tor
     return results | again(run, a, b)
 
 
+def quantised(rows: int, columns: int, scaling: str, dtype: torch.dtype, of_input: torch.dtype) -> Results:
+    """A matrix and its transpose, of which every bit is defined."""
+    x = torch.randn(rows, columns, dtype=of_input)
+    found = fp8.quantize_both(x, scaling, dtype=dtype)
+    expected = fp8.quantize_both(x.cpu(), scaling, dtype=dtype)
+    names = (f"{SAME_BITS}{what} and of the CPU's" for what in ("data", "scales", "transpose", "its scales"))
+    return {
+        name: (mine.float(), theirs.to(mine.device).float())
+        for name, mine, theirs in zip(names, found, expected, strict=True)
+    }
+
+
+def quantised_cases(large: bool) -> Iterator[Case]:
+    scalings = ("TensorWise", "RowWise", "BlockWise1x128", "BlockWise128x128")
+    sizes = ((300, 264), (129, 127), (8192, 4104)) if large else ((300, 264),)
+    for scaling, (rows, columns), of_input in itertools.product(scalings, sizes, (BFLOAT16, FLOAT32)):
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2) if large else (torch.float8_e4m3fn,):
+            words = f"{name_of(of_input)} to {name_of(dtype)} {rows} x {columns}"
+            yield f"quantize scaled {scaling} {words}", partial(quantised, rows, columns, scaling, dtype, of_input)
+
+
 def scaled_cases(large: bool) -> Iterator[Case]:
     """Both tile shapes of the kernel on wgmma, tails in all dims, each format, each scaling."""
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -313,6 +335,7 @@ def gemm_cases(large: bool) -> Iterator[Case]:
     yield "gemm float32 nn 72 x 40 x 64", partial(gemm, 72, 40, 64, FLOAT32)
     yield "gemm tf32 nn 72 x 40 x 64", partial(in_tf32, partial(gemm, 72, 40, 64, FLOAT32))
     yield from epilogue_cases(large)
+    yield from quantised_cases(large)
     yield from scaled_cases(large)
     if large:  # whole tiles, many waves, split k
         for m, n, k in ((1024, 1024, 1024), (4096, 2048, 1024), (64, 1024, 8192), (1000, 1000, 1000)):

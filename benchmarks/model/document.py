@@ -12,7 +12,7 @@ from benchmarks.model.loss_work import predict_loss
 from benchmarks.model.mask_work import LENGTH, predict_mask
 from benchmarks.model.predicted import GROUPS, compare, groups, made_up
 from benchmarks.model.prediction import predict_attention, predict_gemm
-from benchmarks.model.scaled_work import predict_scaled
+from benchmarks.model.scaled_work import predict_layer, predict_scaled
 from benchmarks.model.tables import markdown
 from benchmarks.presentation.formatting import with_section
 from benchmarks.suites.bench_attention import Problem
@@ -24,12 +24,14 @@ BEGIN = "<!-- written by python -m benchmarks model --write -->"
 BEGIN_SHARES = "<!-- shares of the fastest library, written by python -m benchmarks model --write -->"
 BEGIN_LOSSES = "<!-- losses, written by python -m benchmarks model --write -->"
 BEGIN_SCALED = "<!-- FP8, written by python -m benchmarks model --write -->"
+BEGIN_LAYERS = "<!-- layers in FP8, written by python -m benchmarks model --write -->"
 BEGIN_MASKS = "<!-- block masks, written by python -m benchmarks model --write -->"
 MASKS = [Mask("causal documents", LENGTH), Mask("causal documents", LENGTH, document=2048)]
 MASKS += [Mask("window + global", LENGTH), Mask("prefix-LM", LENGTH)]
 MASK_GPUS = (GPUS["a100"], GPUS["h200"])
 SCALED_GPU = GPUS["h200"]
 SCALED = ((4096,) * 3, (8192,) * 3, (8192, 4096, 14336), (8192, 14336, 4096), (2048, 2048, 2048), (64, 8192, 8192))
+LAYERS = ((8192, 4096, 14336), (8192, 4096, 4096), (8192, 2048, 2048), (8192, 1024, 1024), (2048, 4096, 14336))
 LOSS_GPU, LOSS_LIMIT = GPUS["h200"], 4 * 2**30
 MEASURED = GPUS["h100"]
 MEASUREMENTS = results.ROOT / MEASURED.folder
@@ -105,6 +107,21 @@ def scaled() -> str:
     return markdown(head, rows)
 
 
+def layers() -> str:
+    """The training step of a linear layer in FP8, beside bfloat16."""
+    head = ["tokens, inputs, outputs", "recipe", "bfloat16, µs", "products of FP8, µs", "quantisation, µs"]
+    head += ["of it weights", "of the time in bfloat16", "weights quantised once in 8 steps"]
+    rows = []
+    for shape in LAYERS:
+        for recipe in ("rowwise", "blockwise"):
+            p = predict_layer(SCALED_GPU, *shape, recipe)
+            times = [f"{1e6 * seconds:.0f}" for seconds in (p.wide, p.products, p.quantisation, p.weights)]
+            whole = p.products + p.quantisation
+            shares = [f"{seconds / p.wide:.2f}" for seconds in (whole, whole - p.weights * 7 / 8)]
+            rows.append([", ".join(map(str, shape)), recipe, *times, *shares])
+    return markdown(head, rows)
+
+
 def masks() -> str:
     """The rate of listed blocks relative to that of all blocks without a mask, forward and backward, and the time of
     packed sequences relative to that of the documents' lists."""
@@ -139,5 +156,6 @@ def write() -> None:
     DOCUMENT.write_text(with_section(DOCUMENT, BEGIN_SHARES, shares()))
     DOCUMENT.write_text(with_section(DOCUMENT, BEGIN_LOSSES, losses()))
     DOCUMENT.write_text(with_section(DOCUMENT, BEGIN_SCALED, scaled()))
+    DOCUMENT.write_text(with_section(DOCUMENT, BEGIN_LAYERS, layers()))
     DOCUMENT.write_text(with_section(DOCUMENT, BEGIN_MASKS, masks()))
     comparison.PREDICTED.write_text(predicted_times())

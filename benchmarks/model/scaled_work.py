@@ -1,4 +1,5 @@
-"""The Work of a scaled product of FP8 on wgmma (csrc/gemm/scaled_gemm_sm90.cuh)."""
+"""The Work of a scaled product of FP8 on wgmma (csrc/gemm/scaled_gemm_sm90.cuh), and of the conversion to FP8
+(csrc/gemm/quantize.cuh); together they are the training step of a linear layer."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from benchmarks.model.compiled import golden_kernels
 from benchmarks.model.evidence import NotModelledError
 from benchmarks.model.gemm_sm90_work import RATE_OF_COLUMNS, REMOTE_LATENCY, RESTART, TMA_STORE_INSTRUCTIONS
 from benchmarks.model.gpus import Gpu
+from benchmarks.model.prediction import predict_gemm
 from benchmarks.model.work import Amounts, Persistent, Time, Work, time_of
 
 LINE, CONSUMER_WARPS = 128, 8
@@ -25,8 +27,9 @@ class ScaledPrediction:
     time: Time
 
 
-def predict_scaled(gpu: Gpu, m: int, n: int, k: int) -> ScaledPrediction:
-    """Operands in E4M3, contiguous along k; output in bfloat16; no scales for each 128 elements of b."""
+def predict_scaled(gpu: Gpu, m: int, n: int, k: int, columns_vary: bool = False) -> ScaledPrediction:
+    """Operands in E4M3, contiguous along k; output in bfloat16. columns_vary: with a scale for each 128 elements of
+    b."""
     import cuda_ext.ops  # noqa: F401
 
     find: Any = torch.ops.cuda_ext._scaled_mm_plan
@@ -35,12 +38,14 @@ def predict_scaled(gpu: Gpu, m: int, n: int, k: int) -> ScaledPrediction:
         raise NotModelledError(f"scaled products are modelled on wgmma: {refusal}")
     block_m, block_n, cluster = plan["block_m"], plan["block_n"], plan["cluster"]
     config = f"ScaledConfig{{{block_m}, {plan['stages']}}}"
-    kernel = golden_kernels()["sm_90a"][f"scaled_gemm_sm90<ScaledGemm<float8_e4m3_t, float8_e4m3_t, {config}, false>>"]
+    variant = f"ScaledGemm<float8_e4m3_t, float8_e4m3_t, {config}, {str(columns_vary).lower()}>"
+    kernel = golden_kernels()["sm_90a"][f"scaled_gemm_sm90<{variant}>"]
     area, row_blocks = block_m * block_n, block_m / 64
     iteration = Amounts(
         tensor=OF_16_BITS * area * LINE / RATE_OF_COLUMNS[block_n],
-        # TMA writes both tiles; each wgmma reads 64 rows and all columns; each of its warps reads three scales.
-        shared=block_m + block_n + row_blocks * (64 + block_n) + row_blocks * 4 * 3,
+        # TMA writes both tiles; each wgmma reads 64 rows and all columns; each of its warps reads scales: two of rows,
+        # and one of all columns or those of its columns, two at a time.
+        shared=block_m + block_n + row_blocks * (64 + block_n + 4 * (2 + (block_n // 8 if columns_vary else 1))),
         issue=CONSUMER_WARPS * kernel.loop.instructions,
         l2=(min(m, block_m) / cluster + min(n, block_n)) * LINE,
     )
@@ -63,3 +68,64 @@ def predict_scaled(gpu: Gpu, m: int, n: int, k: int) -> ScaledPrediction:
         persistent=Persistent(workers, False, RESTART, 2.0 * REMOTE_LATENCY * (cluster > 1)),
     )
     return ScaledPrediction(f"{block_m}x{block_n}x{LINE}", 2.0 * m * n * k, time_of(work, gpu))
+
+
+# Warp instructions of a tile of 128 x 128 bfloat16, counted in the machine code: loading it; its largest magnitudes;
+# its scales; converting and storing a copy.
+TILE, TILES_PER_SM = 128, 2
+LOADS, MAGNITUDES, SCALES, COPY = 8 * 160, 8 * 560, 8 * 150, 8 * 360
+
+
+def predict_quantize(gpu: Gpu, rows: int, columns: int, *, blocks: bool, copies: int) -> float:
+    """Seconds to convert a matrix of bfloat16: scales of blocks, or of whole lines, which take a kernel before, and one
+    that clears its sums; 2 copies: its transpose, too."""
+    tiles = -(-rows // TILE) * -(-columns // TILE)
+    elements, area = rows * columns, TILE * TILE
+    # What the first kernel has read is still in L2, if it fits.
+    read_again = 0.0 if 2 * elements <= gpu.l2_capacity / 2 else 2.0 * elements
+
+    def time(issue: int, written: int, memory_bytes: float, launches: int = 1) -> float:
+        shared = 2 * area / LINE * (written > 1)  # the transpose
+        outside = Amounts(issue=issue, shared=shared, l2=area * (2 + written))
+        work = Work(
+            blocks=tiles,
+            blocks_per_sm=TILES_PER_SM,
+            iterations=0,
+            iteration=Amounts(),
+            outside=outside,
+            in_flight=1,
+            memory_bytes=memory_bytes,
+            launches=launches,
+        )
+        return time_of(work, gpu).seconds
+
+    if blocks:
+        return time(LOADS + MAGNITUDES + SCALES + copies * COPY, copies, (2.0 + copies) * elements)
+    return time(LOADS + MAGNITUDES, 0, 2.0 * elements, launches=2) + time(
+        LOADS + SCALES + copies * COPY, copies, read_again + copies * elements
+    )
+
+
+@dataclass(frozen=True)
+class LayerPrediction:
+    """Seconds of the training step of a linear layer."""
+
+    wide: float  # in bfloat16
+    products: float
+    quantisation: float
+    weights: float  # the part of `quantisation` that fp8.unchanged_weights does once for several steps
+
+
+def predict_layer(gpu: Gpu, tokens: int, inputs: int, outputs: int, recipe: str) -> LayerPrediction:
+    """Forward and backward by "rowwise" or "blockwise"."""
+    forward, of_input, of_weight = (tokens, outputs, inputs), (tokens, inputs, outputs), (outputs, inputs, tokens)
+    wide = sum(
+        predict_gemm(gpu, *shape, "bfloat16", layout)[0].seconds
+        for shape, layout in ((forward, "nt"), (of_input, "nn"), (of_weight, "tn"))
+    )
+    blocks = recipe == "blockwise"
+    products = sum(predict_scaled(gpu, *shape).time.seconds for shape in (forward, of_input))
+    products += predict_scaled(gpu, *of_weight, columns_vary=blocks).time.seconds
+    weights = 2 * predict_quantize(gpu, outputs, inputs, blocks=blocks, copies=1)
+    both = sum(predict_quantize(gpu, tokens, features, blocks=blocks, copies=2) for features in (inputs, outputs))
+    return LayerPrediction(wide, products, weights + both, weights)

@@ -37,7 +37,7 @@ def cases(device: str) -> Iterator[Case]:
         for recipe in SCALINGS:
             yield product(device, recipe, *size)
             yield layer(device, recipe, *size)
-        yield quantised(device, size[0], size[2])
+        yield from (quantised(device, size[0], size[2], both) for both in (False, True))
 
 
 class Operands:
@@ -119,22 +119,24 @@ def layer(device: str, recipe: str, m: int, n: int, k: int) -> Case:
     )
 
 
-def quantised(device: str, rows: int, columns: int) -> Case:
+def quantised(device: str, rows: int, columns: int, both: bool) -> Case:
+    """A matrix by its rows, or with its transpose."""
+
     def ours(x: Tensor) -> Call:
-        return lambda: fp8.quantize(x, "RowWise")
+        return lambda: (fp8.quantize_both if both else fp8.quantize)(x, "RowWise")
 
     def composed(x: Tensor) -> Call:
-        def call() -> tuple[Tensor, Tensor]:
+        def of(x: Tensor) -> tuple[Tensor, Tensor]:
             scales = (x.abs().amax(1, keepdim=True).float() / 448).clamp_min(2.0**-126)
             return (x * scales.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn), scales
 
-        return call
+        return lambda: (*of(x), *of(x.t().contiguous())) if both else of(x)
 
     def check(x: Tensor, out: Any) -> float:
         return relative_error(out[0].float() * out[1], x.float())
 
     return Case(
-        op="fp8.quantize",
+        op="fp8.quantize_both" if both else "fp8.quantize",
         phase="forward",
         group="rowwise",
         name=f"{rows} × {columns}",
@@ -143,5 +145,5 @@ def quantised(device: str, rows: int, columns: int) -> Case:
         inputs=lambda: torch.randn(rows, columns, device=device, dtype=torch.bfloat16),
         check=check,
         tolerance=2.0**-4,  # the rounding of 4 bits
-        bytes=3.0 * rows * columns,
+        bytes=(4.0 if both else 3.0) * rows * columns,
     )

@@ -105,6 +105,9 @@ DEVICE void reduce_add(float* pointer, float value, Site = {}) {
 DEVICE void reduce_add(uint32_t* pointer, uint32_t value, Site = {}) {
   asm volatile("red.global.add.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }
+DEVICE void reduce_max(uint32_t* pointer, uint32_t value, Site = {}) {
+  asm volatile("red.global.max.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
 DEVICE void reduce_or(uint32_t* pointer, uint32_t value, Site = {}) {
   asm volatile("red.global.or.b32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }
@@ -200,6 +203,7 @@ DEVICE T atomic_add(T* pointer, T value, Site site = {}) {
 }
 DEVICE void reduce_add(float* pointer, float value, Site site = {}) { simt::atomic_add(pointer, value, site); }
 DEVICE void reduce_add(uint32_t* pointer, uint32_t value, Site site = {}) { simt::atomic_add(pointer, value, site); }
+DEVICE void reduce_max(uint32_t* pointer, uint32_t value, Site site = {}) { simt::atomic_max(pointer, value, site); }
 DEVICE void reduce_or(uint32_t* pointer, uint32_t value, Site site = {}) { simt::atomic_or(pointer, value, site); }
 DEVICE void reduce_add(float* pointer, const float (&values)[4], Site site = {}) {
   simt::reduce_add(pointer, values, 4, site);

@@ -66,4 +66,13 @@ HOST_DEVICE T float_to_float8(float x) {
   return {uint8_t((bits >> 24 & 0x80) | (rounded < Format::kLargest ? rounded : Format::kLargest))};
 }
 
+// The scale of elements of this largest magnitude: with it, they reach the largest number of the format.
+template <class T>
+HOST_DEVICE float scale_of(float largest, bool power_of_two) {
+  if (largest == 0) return 1;
+  const float least = 0x1p-126f, ratio = largest / Float8Format<T>::kMost;
+  const float scale = ratio > least ? ratio : least;
+  return power_of_two ? same_bits<float>((same_bits<uint32_t>(scale) + 0x7fffff) & 0x7f800000) : scale;
+}
+
 }  // namespace cuda_ext

@@ -96,6 +96,20 @@ DEVICE void read(const Operand& matrix, int64_t batch_offset, const PiecePositio
     using T = decltype(tag);
     const T* const from =
         static_cast<const T*>(matrix.data) + batch_offset + (position.column + right) * matrix.column_stride;
+    // Many rows are loaded before the first is converted, which waits for it. Epilogues have few, and no registers for
+    // that beside their sums.
+    if constexpr (rows > 2)
+      if (matrix.column_stride == 1 && matrix.row_stride % kVector == 0 && is_vector(from, position.count)) {
+        using Vector = arch::Words<kVector * sizeof(T) / 4>;
+        Vector words[rows] = {};
+#pragma unroll
+        for (int r = 0; r < rows; ++r)
+          if (position.exists[r])
+            words[r] = arch::load_global_streaming<Vector>(from + position.row[r] * matrix.row_stride);
+#pragma unroll
+        for (int r = 0; r < rows; ++r) arch::unpack<T>(words[r], piece.values[r]);
+        return;
+      }
 #pragma unroll
     for (int r = 0; r < rows; ++r)
       read_vector(from + position.row[r] * matrix.row_stride, matrix.column_stride,

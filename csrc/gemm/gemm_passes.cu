@@ -7,9 +7,9 @@ namespace cuda_ext {
 
 template <int threads>
 GLOBAL(threads, 1)
-clear_arrivals(uint32_t* arrivals, int count) {
+clear_words(uint32_t* words, int count) {
   const int i = arch::block_x() * threads + arch::thread_index();
-  if (i < count) arch::store_global(arrivals + i, 0u);
+  if (i < count) arch::store_global(words + i, 0u);
 }
 
 // out (width,) = the column sums of block_sums (blocks, width). A thread block has 32 columns; its warp w adds rows w,
@@ -50,10 +50,10 @@ void launch_add_block_sums(const float* block_sums, int64_t blocks, int64_t widt
                                      block_sums, blocks, width, out);
 }
 
-void launch_clear_arrivals(uint32_t* arrivals, int count, void* stream) {
+void launch_clear_words(uint32_t* words, int count, void* stream) {
   constexpr int kThreads = 256;
-  rt::launch<clear_arrivals<kThreads>>(
-      "clear_arrivals", {.grid = {(count + kThreads - 1) / kThreads}, .threads = kThreads, .stream = stream}, arrivals,
+  rt::launch<clear_words<kThreads>>(
+      "clear_words", {.grid = {(count + kThreads - 1) / kThreads}, .threads = kThreads, .stream = stream}, words,
       count);
 }
 

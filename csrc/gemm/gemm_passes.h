@@ -7,8 +7,8 @@
 
 namespace cuda_ext {
 
-// Resets the counters by which the last block of a tile to arrive recognises itself.
-void launch_clear_arrivals(uint32_t* arrivals, int count, void* stream);
+// words (count,) = 0.
+void launch_clear_words(uint32_t* words, int count, void* stream);
 
 // out (width,) = the column sums of block_sums (blocks, width).
 void launch_add_block_sums(const float* block_sums, int64_t blocks, int64_t width, const Output& out, void* stream);

@@ -53,7 +53,7 @@ void launch_with(const GemmParams& params, const Restriction& only, const Alloca
   provide_workspace("gemm_sm80", allocate, [&](void* data) {
     return assign_workspace(params, kTiles[int(arithmetic)][plan.shape], data, plan);
   });
-  if (plan.splits > 1) launch_clear_arrivals(plan.arrivals, plan.tiles, stream);
+  if (plan.splits > 1) launch_clear_words(plan.arrivals, plan.tiles, stream);
   const auto launch = is_k_major_a(params)   ? is_k_major_b(params) ? launch_layout<T, arithmetic, true, true>
                                                                     : launch_layout<T, arithmetic, true, false>
                       : is_k_major_b(params) ? launch_layout<T, arithmetic, false, true>

@@ -36,7 +36,7 @@ void launch_gemm_sm90(const GemmParams& given, sm90::GemmPlan plan, const Alloca
   const GemmParams& params = product.params;
   const sm90::TensorMaps maps = sm90::make_maps(params, plan);  // before anything is launched, because it can fail
   for (int i = 0; i < product.count; ++i) sm90::launch_copy_operand(product.list[i], stream);
-  if (plan.splits > 1) launch_clear_arrivals(plan.arrivals, plan.tiles() * sm90::kConsumers, stream);
+  if (plan.splits > 1) launch_clear_words(plan.arrivals, plan.tiles() * sm90::kConsumers, stream);
   switch (params.a.dtype) {
     case Dtype::kFloat16: sm90::launch_layout<half_t>(params, plan, maps, stream); break;
     case Dtype::kBFloat16: sm90::launch_layout<bfloat16_t>(params, plan, maps, stream); break;

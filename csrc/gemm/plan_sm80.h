@@ -85,7 +85,7 @@ inline TileCost cost_of_k_tile(const GemmConfig& tile, Arithmetic arithmetic, co
 // also go to the workspace and back.
 inline double expected_cycles(const GemmPlan& plan, const GemmConfig& tile, Arithmetic arithmetic, const Rates& rates) {
   constexpr double kStart = 1500;  // filling the pipeline and draining the stores, once per wave
-  constexpr double kSplit = 4000;  // clear_arrivals, and waiting for the last block
+  constexpr double kSplit = 4000;  // clear_words, and waiting for the last block
   const double area = double(tile.block_m) * tile.block_n;
   const double k_tile = cost_of_k_tile(tile, arithmetic, rates).most();
   const double sums = area * sizeof(float) / rates.l2_bytes;

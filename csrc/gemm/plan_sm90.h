@@ -143,7 +143,7 @@ inline double together(double x, double y) {
 // transfer from L2. Epilogues come on top, except where the other consumer multiplies meanwhile.
 inline Estimate estimate(const GemmParams& params, const GemmPlan& plan, const GemmConfig& config, const Rates& rates) {
   constexpr double kStart = 1500;  // filling the pipeline
-  constexpr double kSplit = 5500;  // clear_arrivals, and waiting for the last block
+  constexpr double kSplit = 5500;  // clear_words, and waiting for the last block
   const double element = double(size_of(params.a.dtype)), depth = kLineBytes / element;
   const double area = double(config.block_m) * config.block_n;
   const double lines = config.block_m + config.block_n;

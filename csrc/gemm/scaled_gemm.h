@@ -1,4 +1,4 @@
-// Products of operands in FP8 with scales, and the conversion to FP8.
+// Products of operands in FP8 with scales.
 #pragma once
 
 #include "base/host_device.h"
@@ -40,22 +40,6 @@ struct ScaledGemmParams {
   bool has_blocks() const { return scale_a.has_blocks || scale_b.has_blocks; }
 };
 
-// out = input / scale, rounded to nearest even, and the scales, each for a block of (block_rows, block_columns):
-//   scale = max(largest finite magnitude of the block / largest number of the format, 2^-126), 1 if all are zeros;
-//           with power_of_two rounded up to one
-//   out   = input * (1 / scale), to the largest number of the format at most, also if infinite; NaN stays NaN
-struct QuantizeParams {
-  int64_t rows = 0;
-  int64_t columns = 0;
-  int64_t block_rows = 1;
-  int64_t block_columns = 1;
-  bool power_of_two = false;
-  Operand input;            // (rows, columns)
-  Output out;               // (rows, columns), float8_e4m3_t or float8_e5m2_t
-  float* scales = nullptr;  // (blocks of rows, blocks of columns)
-};
-
 CUDA_EXT_CPU_LAUNCHER(launch_scaled_gemm, ScaledGemmParams)
-CUDA_EXT_CPU_LAUNCHER(launch_quantize, QuantizeParams)
 
 }  // namespace cuda_ext

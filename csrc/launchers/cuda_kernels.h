@@ -8,6 +8,7 @@
 #include "bucket/symmetric_cuda.h"
 #include "gemm/gemm_cuda.h"
 #include "gemm/gemm_passes.h"
+#include "gemm/quantize.h"
 #include "gemm/scaled_gemm_cuda.h"
 #include "loss/loss_cuda.h"
 
@@ -15,9 +16,9 @@ namespace cuda_ext {
 
 struct CudaKernels {
   // Identifies tables compiled from other sources, whose parameter structs differ.
-  static constexpr uint64_t kLayout = sizeof(AttentionBackwardParams) << 48 | sizeof(GemmParams) << 32 |
-                                      sizeof(ActivationGradParams) << 16 |
-                                      (sizeof(BucketParams) + sizeof(SymmetricParams) + sizeof(LogitGradParams));
+  static constexpr uint64_t kLayout =
+      sizeof(AttentionBackwardParams) << 48 | sizeof(GemmParams) << 32 | sizeof(ActivationGradParams) << 16 |
+      (sizeof(BucketParams) + sizeof(SymmetricParams) + sizeof(LogitGradParams) + sizeof(QuantizeParams));
   uint64_t layout;
 
   void (*gemm)(const GemmParams&, const AllocateWorkspace&, void* stream, Float32Product, const Restriction&);
@@ -25,6 +26,7 @@ struct CudaKernels {
   rt::Device (*gemm_device)();
   sm90::ScaledChoice (*choose_scaled_gemm)(const ScaledGemmParams&);
   void (*scaled_gemm)(const ScaledGemmParams&, const sm90::ScaledPlan&, void* stream);
+  void (*quantize)(const QuantizeParams&, const AllocateWorkspace&, void* stream);
   void (*activation_grad)(const ActivationGradParams&, const AllocateWorkspace&, void* stream);
   void (*report_wrong_targets)(const LossTargets&, void* stream);
   void (*logit_statistics)(const LogitStatisticsParams&, void* stream);
@@ -53,6 +55,7 @@ inline CudaKernels linked_cuda_kernels() {
       .gemm_device = gemm_cuda_device,
       .choose_scaled_gemm = choose_scaled_gemm_cuda,
       .scaled_gemm = launch_scaled_gemm_cuda,
+      .quantize = launch_quantize_cuda,
       .activation_grad = launch_activation_grad_cuda,
       .report_wrong_targets = launch_report_wrong_targets_cuda,
       .logit_statistics = launch_logit_statistics_cuda,

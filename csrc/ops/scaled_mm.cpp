@@ -2,11 +2,10 @@
 #include "ops/torch_headers.h"
 
 #include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/where.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
-#include "base/float8.h"
+#include "gemm/quantize.h"
 #include "gemm/scaled_gemm.h"
 #include "ops/gemm_autograd.h"
 #include "ops/gemm_composed.h"
@@ -16,6 +15,8 @@ namespace {
 
 constexpr const char* kOp = "scaled_mm";
 constexpr const char* kQuantize = "quantize_fp8";
+
+int64_t blocks_of(int64_t size) { return (size + kScaleBlock - 1) / kScaleBlock; }
 
 bool is_fp8(at::ScalarType type) { return type == at::kFloat8_e4m3fn || type == at::kFloat8_e5m2; }
 
@@ -54,7 +55,6 @@ ScaleLines check_scales(const char* argument, const Tensor& scales, int64_t scal
   CUDA_EXT_CHECK(scales.scalar_type() == at::kFloat, kOp, "expected ", argument, " of dtype float32, got ",
                  dtype_name(scales.scalar_type()), "; convert it with .float()");
   const int64_t lines = operand.size(is_b ? 1 : 0), k = operand.size(is_b ? 0 : 1);
-  const auto blocks_of = [](int64_t size) { return (size + kScaleBlock - 1) / kScaleBlock; };
   const auto check = [&](bool fits, const char* name, const Sizes& expected) {
     CUDA_EXT_CHECK(fits, kOp, "expected ", argument, " of shape ", shape_string(expected), " for ",
                    is_b ? "mat_b " : "mat_a ", shape_string(operand), " with scaling ", name, ", got ",
@@ -87,17 +87,23 @@ ScaleLines check_scales(const char* argument, const Tensor& scales, int64_t scal
   }
 }
 
+constexpr int64_t kAlignment = 16;  // of the lines that TMA reads, in bytes
+
+// A matrix of FP8, (lines, elements), whose lines are aligned.
+Tensor empty_lines(const Tensor& beside, int64_t lines, int64_t elements, at::ScalarType type) {
+  const int64_t pitch = (elements + kAlignment - 1) / kAlignment * kAlignment;
+  return empty_beside(beside, {lines, pitch}, type).narrow(1, 0, elements);
+}
+
 // A matrix as the kernel on wgmma reads operands, copied if it is not: contiguous along its second dim, lines aligned.
 Tensor with_aligned_lines(const Tensor& matrix) {
-  constexpr int64_t kAlignment = 16;
   const auto is_aligned = [&] {
     const bool lines = matrix.size(0) == 1 || (matrix.stride(0) > 0 && matrix.stride(0) % kAlignment == 0);
     return lines && (matrix.size(1) == 1 || matrix.stride(1) == 1) &&
            reinterpret_cast<uintptr_t>(matrix.const_data_ptr()) % kAlignment == 0;
   };
   if (is_aligned()) return matrix;
-  const int64_t pitch = (matrix.size(1) + kAlignment - 1) / kAlignment * kAlignment;
-  Tensor lines = empty_beside(matrix, {matrix.size(0), pitch}, matrix.scalar_type()).narrow(1, 0, matrix.size(1));
+  Tensor lines = empty_lines(matrix, matrix.size(0), matrix.size(1), matrix.scalar_type());
   lines.copy_(matrix);
   return lines;
 }
@@ -220,59 +226,103 @@ std::tuple<std::string, Numbers> scaled_mm_plan(int64_t m, int64_t n, int64_t k,
   return {choice.refusal, numbers};
 }
 
-// quantize_fp8 on CUDA devices, of operations of PyTorch.
-std::tuple<Tensor, Tensor> composed_quantize(const Tensor& input, at::ScalarType type, int64_t block_rows,
-                                             int64_t block_columns, bool power_of_two) {
-  const int64_t rows = input.size(0), columns = input.size(1);
-  const int64_t row_blocks = (rows + block_rows - 1) / block_rows;
-  const int64_t column_blocks = (columns + block_columns - 1) / block_columns;
-  const double most =
-      type == at::kFloat8_e4m3fn ? Float8Format<float8_e4m3_t>::kMost : Float8Format<float8_e5m2_t>::kMost;
-  const Tensor padded = at::constant_pad_nd(
-      input.to(at::kFloat), {0, column_blocks * block_columns - columns, 0, row_blocks * block_rows - rows});
-  const Tensor blocks = padded.view({row_blocks, block_rows, column_blocks, block_columns});
-  const Tensor magnitude = blocks.abs();
-  const Tensor largest = at::where(magnitude.isfinite(), magnitude, magnitude.new_zeros({})).amax({1, 3}, true);
-  Tensor scales = largest.div(most).clamp_min(0x1p-126);
-  if (power_of_two) scales = scales.view(at::kInt).add(0x7fffff).bitwise_and(0x7f800000).view(at::kFloat);
-  scales = at::where(largest == 0, scales.new_ones({}), scales);
-  const Tensor scaled = (blocks * scales.reciprocal()).clamp(-most, most);
-  return {scaled.view({row_blocks * block_rows, column_blocks * block_columns})
-              .narrow(0, 0, rows)
-              .narrow(1, 0, columns)
-              .to(type)
-              .contiguous(),
-          scales.view({row_blocks, column_blocks})};
-}
+// A matrix in FP8 and its scales, allocated.
+struct Quantized {
+  Tensor data, scales;
+  QuantizedMatrix matrix;
 
-// Blocks of size 0 are as long as the dim.
-std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& input, at::ScalarType type, int64_t block_rows,
-                                        int64_t block_columns, bool power_of_two) {
+  Quantized(const Tensor& beside, int64_t lines, int64_t elements, at::ScalarType type, ScaleShape shape) {
+    data = empty_lines(beside, lines, elements, type);
+    matrix.data = data.mutable_data_ptr();
+    matrix.line_stride = data.stride(0);
+    // As scaled_mm takes them: those of squares are (blocks of elements, blocks of lines).
+    const int64_t element_blocks = blocks_of(elements);
+    switch (shape) {
+      case ScaleShape::kAll: scales = empty_beside(beside, {1, 1}, at::kFloat); break;
+      case ScaleShape::kLine: scales = empty_beside(beside, {lines, 1}, at::kFloat); break;
+      case ScaleShape::kLineBlock: scales = empty_beside(beside, {element_blocks, lines}, at::kFloat).t(); break;
+      case ScaleShape::kSquareBlock:
+        scales = empty_beside(beside, {blocks_of(lines), element_blocks}, at::kFloat).t();
+        break;
+    }
+    const bool is_square = shape == ScaleShape::kSquareBlock;
+    matrix.scales = scales.data_ptr<float>();
+    matrix.scale_line_stride = scales.stride(is_square ? 1 : 0);
+    matrix.scale_block_stride = scales.stride(is_square ? 0 : 1);
+  }
+};
+
+ScaleShape check_quantize(const Tensor& input, at::ScalarType type, int64_t scaling) {
   check_floating(kQuantize, "input", input);
   CUDA_EXT_CHECK(input.dim() == 2 && input.scalar_type() != at::kDouble, kQuantize,
                  "expected input of two dims and dtype float32, float16 or bfloat16, got ", shape_string(input), " of ",
                  dtype_name(input.scalar_type()));
   CUDA_EXT_CHECK(is_fp8(type), kQuantize, "expected dtype float8_e4m3fn or float8_e5m2, got ", dtype_name(type));
-  CUDA_EXT_CHECK(block_rows >= 0 && block_columns >= 0, kQuantize, "expected sizes of a block of at least 0, got ",
-                 block_rows, " and ", block_columns);
-  const int64_t rows = input.size(0), columns = input.size(1);
-  const auto whole_or = [](int64_t block, int64_t size) { return block == 0 ? std::max<int64_t>(size, 1) : block; };
-  // One block that is the whole dim has a scale even if it is empty.
-  const int64_t row_blocks = block_rows == 0 ? 1 : (rows + block_rows - 1) / block_rows;
-  const int64_t column_blocks = block_columns == 0 ? 1 : (columns + block_columns - 1) / block_columns;
-  block_rows = whole_or(block_rows, rows);
-  block_columns = whole_or(block_columns, columns);
-  if (cuda_kernels(kQuantize, input.device()) != nullptr && input.numel() > 0)
-    return composed_quantize(input, type, block_rows, block_columns, power_of_two);
-  const Tensor contiguous = columns <= 1 || input.stride(1) == 1 ? input : input.contiguous();
-  Tensor out = empty_beside(input, {rows, columns}, type);
-  Tensor scales = empty_beside(input, {row_blocks, column_blocks}, at::kFloat);
-  if (input.numel() > 0)
-    launch_quantize({rows, columns, block_rows, block_columns, power_of_two, matrix(contiguous), output(out),
-                     scales.data_ptr<float>()});
-  else
-    scales.fill_(1);
-  return {out, scales};
+  switch (scaling) {
+    case kTensorWise: return ScaleShape::kAll;
+    case kRowWise: return ScaleShape::kLine;
+    case kBlockWise1x128: return ScaleShape::kLineBlock;
+    case kBlockWise128x128: return ScaleShape::kSquareBlock;
+    default:
+      CUDA_EXT_CHECK(false, kQuantize,
+                     "expected scaling TensorWise, RowWise, BlockWise1x128 or BlockWise128x128, got number ", scaling,
+                     " of torch.nn.functional.ScalingType");
+  }
+}
+
+// A matrix as CUDA kernels quantise it, copied if it is not: rows that begin at multiples of 16 bytes, and zeros up to
+// the next one after their end.
+Tensor with_whole_vectors(const Tensor& matrix) {
+  const int64_t size = matrix.element_size(), vector = kAlignment / size, columns = matrix.size(1);
+  const bool are_aligned = reinterpret_cast<uintptr_t>(matrix.const_data_ptr()) % kAlignment == 0 &&
+                           (matrix.size(0) == 1 || matrix.stride(0) % vector == 0);
+  if (are_aligned && columns % vector == 0) return matrix;
+  return at::constant_pad_nd(matrix, {0, (columns + vector - 1) / vector * vector - columns});
+}
+
+// Fills what is given: the input, and its transpose.
+void quantize(const Tensor& given, ScaleShape shape, bool power_of_two, at::ScalarType type, Quantized* along_rows,
+              Quantized* along_columns) {
+  if (given.numel() == 0) {
+    for (Quantized* out : {along_rows, along_columns})
+      if (out != nullptr) out->scales.fill_(1);
+    return;
+  }
+  const CudaKernels* const kernels = cuda_kernels(kQuantize, given.device());
+  // Kernels read rows: a matrix that is contiguous along its columns is read as its transpose.
+  const bool has_rows = given.size(1) == 1 || given.stride(1) == 1;
+  const bool has_columns = !has_rows && (given.size(0) == 1 || given.stride(0) == 1);
+  const Tensor rows = has_columns ? given.t() : has_rows ? given : given.contiguous();
+  const Tensor input = kernels == nullptr ? rows : with_whole_vectors(rows);
+  if (has_columns) std::swap(along_rows, along_columns);
+  QuantizeParams params;
+  params.rows = rows.size(0);
+  params.columns = rows.size(1);
+  params.shape = shape;
+  params.power_of_two = power_of_two;
+  params.input = matrix(input);
+  params.dtype = to_dtype(type);
+  if (along_rows != nullptr) params.along_rows = along_rows->matrix;
+  if (along_columns != nullptr) params.along_columns = along_columns->matrix;
+  if (kernels == nullptr) return launch_quantize(params);
+  LaunchScope scope(input.device());
+  launch_for(kQuantize, [&] { kernels->quantize(params, scope.allocator(), scope.stream()); });
+}
+
+std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& input, at::ScalarType type, int64_t scaling, bool power_of_two) {
+  const ScaleShape shape = check_quantize(input, type, scaling);
+  Quantized out(input, input.size(0), input.size(1), type, shape);
+  quantize(input, shape, power_of_two, type, &out, nullptr);
+  return {out.data, out.scales};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_fp8_both(const Tensor& input, at::ScalarType type, int64_t scaling,
+                                                             bool power_of_two) {
+  const ScaleShape shape = check_quantize(input, type, scaling);
+  Quantized out(input, input.size(0), input.size(1), type, shape);
+  Quantized transposed(input, input.size(1), input.size(0), type, shape);
+  quantize(input, shape, power_of_two, type, &out, &transposed);
+  return {out.data, out.scales, transposed.data, transposed.scales};
 }
 
 }  // namespace
@@ -283,26 +333,31 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
       "scaled_mm(Tensor mat_a, Tensor mat_b, Tensor scale_a, int scaling_a, Tensor scale_b, int scaling_b, "
       "Tensor? bias=None, Tensor? input=None, float beta=1.0, *, ScalarType output_dtype) -> Tensor",
       tags);
+  m.def("quantize_fp8(Tensor input, ScalarType dtype, int scaling, bool power_of_two=False) -> (Tensor, Tensor)", tags);
   m.def(
-      "quantize_fp8(Tensor input, ScalarType dtype, int block_rows, int block_columns, bool power_of_two=False) -> "
-      "(Tensor, Tensor)",
+      "quantize_fp8_both(Tensor input, ScalarType dtype, int scaling, bool power_of_two=False) -> "
+      "(Tensor, Tensor, Tensor, Tensor)",
       tags);
   m.def("_scaled_mm_plan(int m, int n, int k, int compute_capability, int num_sms) -> (str, Dict(str, int))",
         scaled_mm_plan, tags);
-  register_layout_errors(m, {"scaled_mm", "quantize_fp8"});
+  register_layout_errors(m, {"scaled_mm", "quantize_fp8", "quantize_fp8_both"});
 }
 
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) {
   m.impl("scaled_mm", scaled_mm);
   m.impl("quantize_fp8", quantize_fp8);
+  m.impl("quantize_fp8_both", quantize_fp8_both);
 }
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) {
   m.impl("scaled_mm", scaled_mm);
   m.impl("quantize_fp8", quantize_fp8);
+  m.impl("quantize_fp8_both", quantize_fp8_both);
 }
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {
   m.impl("scaled_mm", scaled_mm_autograd);
-  m.impl("quantize_fp8", torch::CppFunction::makeFallthrough());  // what is quantised has no gradient
+  // What is quantised has no gradient.
+  m.impl("quantize_fp8", torch::CppFunction::makeFallthrough());
+  m.impl("quantize_fp8_both", torch::CppFunction::makeFallthrough());
 }
 
 }  // namespace cuda_ext

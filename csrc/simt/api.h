@@ -57,6 +57,7 @@ float atomic_add(float* pointer, float value, Site site);
 int32_t atomic_add(int32_t* pointer, int32_t value, Site site);
 uint32_t atomic_add(uint32_t* pointer, uint32_t value, Site site);
 uint64_t atomic_add(uint64_t* pointer, uint64_t value, Site site);
+uint32_t atomic_max(uint32_t* pointer, uint32_t value, Site site);
 uint32_t atomic_or(uint32_t* pointer, uint32_t value, Site site);
 void reduce_add(float* pointer, const float* values, int count, Site site);  // consecutive floats, one instruction
 uint32_t atomic_add_acq_rel(uint32_t* pointer, uint32_t value, Site site);

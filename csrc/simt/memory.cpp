@@ -1,4 +1,5 @@
 // Loads, stores, atomics and cp.async.
+#include <algorithm>
 #include <atomic>
 #include <type_traits>
 
@@ -98,6 +99,9 @@ float atomic_add(float* pointer, float value, Site site) { return add(pointer, v
 int32_t atomic_add(int32_t* pointer, int32_t value, Site site) { return add(pointer, value, site); }
 uint32_t atomic_add(uint32_t* pointer, uint32_t value, Site site) { return add(pointer, value, site); }
 uint64_t atomic_add(uint64_t* pointer, uint64_t value, Site site) { return add(pointer, value, site); }
+uint32_t atomic_max(uint32_t* pointer, uint32_t value, Site site) {
+  return change(pointer, site, [value](uint32_t old) { return std::max(old, value); });
+}
 uint32_t atomic_or(uint32_t* pointer, uint32_t value, Site site) {
   return change(pointer, site, [value](uint32_t old) { return old | value; });
 }

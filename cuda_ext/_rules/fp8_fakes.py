@@ -13,7 +13,8 @@ from cuda_ext._toolchain import NAMESPACE
 _FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _OUTPUTS = (torch.float32, torch.float16, torch.bfloat16)
 _BLOCK = 128
-_TENSORWISE, _ROWWISE, _BLOCKWISE_1X128, _BLOCKWISE_128X128 = 0, 1, 4, 5  # torch.nn.functional.ScalingType
+_SCALINGS = _TENSORWISE, _ROWWISE, _BLOCKWISE_1X128, _BLOCKWISE_128X128 = 0, 1, 4, 5  # ScalingType of PyTorch
+_ALIGNMENT = 16  # bytes, of the lines of quantised matrices
 
 
 def _blocks(size: Any) -> Any:
@@ -35,7 +36,7 @@ def _check_scales(argument: str, scales: Tensor, scaling: int, operand: Tensor, 
         _BLOCKWISE_128X128: ("BlockWise128x128", (_blocks(k), _blocks(lines))),
     }
     check(
-        scaling in shapes,
+        scaling in _SCALINGS,
         op,
         f"expected scaling TensorWise, RowWise, BlockWise1x128 or BlockWise128x128 for {argument}, got number "
         f"{scaling} of torch.nn.functional.ScalingType",
@@ -111,10 +112,20 @@ def _(
     return mat_a.new_empty(size, dtype=output_dtype)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::quantize_fp8")
-def _(
-    input: Tensor, dtype: torch.dtype, block_rows: int, block_columns: int, power_of_two: bool = False
-) -> tuple[Tensor, Tensor]:
+def _quantized(input: Tensor, lines: Any, elements: Any, dtype: torch.dtype, scaling: int) -> tuple[Tensor, Tensor]:
+    pitch = (elements + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+    data = input.new_empty((lines, pitch), dtype=dtype).narrow(1, 0, elements)
+    transposed = {
+        _TENSORWISE: (1, 1),
+        _ROWWISE: (1, lines),
+        _BLOCKWISE_1X128: (_blocks(elements), lines),
+        _BLOCKWISE_128X128: (_blocks(lines), _blocks(elements)),
+    }[scaling]
+    scales = input.new_empty(transposed, dtype=torch.float32)
+    return data, scales.view(lines, 1) if scaling == _ROWWISE else scales.t()
+
+
+def _check_quantize(input: Tensor, dtype: torch.dtype, scaling: int) -> None:
     op = "quantize_fp8"
     check_floating(op, "input", input)
     check(
@@ -125,12 +136,24 @@ def _(
     )
     check(dtype in _FORMATS, op, f"expected dtype float8_e4m3fn or float8_e5m2, got {dtype_name(dtype)}")
     check(
-        block_rows >= 0 and block_columns >= 0,
+        scaling in _SCALINGS,
         op,
-        f"expected sizes of a block of at least 0, got {block_rows} and {block_columns}",
+        "expected scaling TensorWise, RowWise, BlockWise1x128 or BlockWise128x128, got number "
+        f"{scaling} of torch.nn.functional.ScalingType",
     )
-    counts = [
-        (size + block - 1) // block if block > 0 else 1
-        for size, block in zip(input.shape, (block_rows, block_columns), strict=True)
-    ]
-    return input.new_empty(input.shape, dtype=dtype), input.new_empty(counts, dtype=torch.float32)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::quantize_fp8")
+def _(input: Tensor, dtype: torch.dtype, scaling: int, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    _check_quantize(input, dtype, scaling)
+    rows, columns = input.shape
+    return _quantized(input, rows, columns, dtype, scaling)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::quantize_fp8_both")
+def _(
+    input: Tensor, dtype: torch.dtype, scaling: int, power_of_two: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_quantize(input, dtype, scaling)
+    rows, columns = input.shape
+    return *_quantized(input, rows, columns, dtype, scaling), *_quantized(input, columns, rows, dtype, scaling)

@@ -117,13 +117,23 @@ def _atomic(returns: bool) -> Rule:
         ordered = m.may("acq_rel") if returns else None
         if ordered:
             m.must("gpu")
-        operation = m.must("add", "or")
+        operation = m.must("add", "or", "max")
         if not returns and operation == "add" and m.may("v4"):
             m.must("f32")
             address = o.address("u64")
             values = [f"thread.vector.floats[{i}] = {x};" for i, x in enumerate(o.values("f32", 4))]
             return [*values, f"simt::reduce_add(pointer<float>({address}), thread.vector.floats, 4, {site});"]
-        ptx = m.must(*(("u32",) if ordered else ("u32", "s32", "u64", "f32") if operation == "add" else ("b32",)))
+        ptx = m.must(
+            *(
+                ("u32",)
+                if ordered
+                else ("u32", "s32", "u64", "f32")
+                if operation == "add"
+                else ("u32",)
+                if operation == "max"
+                else ("b32",)
+            )
+        )
         to = o.next() if returns else None
         function = f"atomic_{operation}" + "_acq_rel" * bool(ordered)
         call = f"simt::{function}(pointer<{cpp_type(ptx)}>({o.address('u64')}), {o.value(ptx)}, {site})"
