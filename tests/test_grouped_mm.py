@@ -50,7 +50,7 @@ def random_case(form: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[
     groups, m, n, k, t = random.choice((1, 2, 5, 40)), *(random.choice(SIZES) for _ in range(4))
     if random.random() < 0.1:  # sums without terms
         k, t = (k, 0) if form == "2d x 2d" else (0, t)
-    scale = {"scale": max(1, k) ** -0.5, "dtype": dtype}
+    scale = {"scale": max(1, t if form == "2d x 2d" else k) ** -0.5, "dtype": dtype}
     shapes = {
         "2d x 3d": ((t, k), (groups, k, n)),
         "2d x 2d": ((m, t), (t, n)),

@@ -325,6 +325,35 @@ def scaled_cases(large: bool) -> Iterator[Case]:
         yield f"scaled_mm {words} {m} x {n} x {k}", partial(scaled, m, n, k, scalings, formats)
 
 
+# Of groups
+
+
+def grouped(rows: list[int], n: int, k: int, dtype: torch.dtype, layout: str, rest: int = 0) -> Results:
+    """Products of groups of rows, the gradient of the rows, and that of the matrices."""
+    offs = torch.tensor(rows).cumsum(0).to(torch.int32)
+    a = torch.randn(sum(rows) + rest, k, dtype=dtype)
+    b = torch.randn(len(rows), *((n, k) if layout == "nt" else (k, n)), dtype=dtype).mul_(k**-0.5)
+    b, bias = b.mT if layout == "nt" else b, torch.randn(len(rows), n, dtype=dtype)
+    grad = torch.randn(len(a), n, dtype=dtype)
+    run = partial(cuda_ext.grouped_mm, offs=offs)
+    exact = partial(testing.reference_grouped_mm, offs=offs)
+    return {
+        "out": (run(a, b, bias=bias), exact(a, b, bias=bias)),
+        "gradient of the rows": (run(grad, b.mT), exact(grad, b.mT)),
+        "gradient of the matrices": (run(a.t(), grad), exact(a.t(), grad)),
+    } | again(run, a, b)
+
+
+def grouped_cases(large: bool) -> Iterator[Case]:
+    """Groups around a slab and a tile, empty ones, clusters; every layout of the kernel on wgmma, and mma.sync."""
+    sizes: list[tuple[list[int], int, int, int]] = [([1, 17, 0, 130], 264, 72, 9)]
+    if large:
+        sizes += [([600, 0, 2049, 513], 1000, 1032, 100), ([50] * 100, 768, 512, 0), ([1000, 3000], 100, 520, 1)]
+    for (rows, n, k, rest), layout, dtype in itertools.product(sizes, ("nn", "nt"), (BFLOAT16, FLOAT16)):
+        name = f"grouped_mm {name_of(dtype)} {layout} {len(rows)} groups, {sum(rows)} x {n} x {k}"
+        yield name, partial(grouped, rows, n, k, dtype, layout, rest)
+
+
 def gemm_cases(large: bool) -> Iterator[Case]:
     """The simplest first; then the products with gradients, whose plans are chosen by size."""
     yield from plan_cases(large)
@@ -337,6 +366,7 @@ def gemm_cases(large: bool) -> Iterator[Case]:
     yield from epilogue_cases(large)
     yield from quantised_cases(large)
     yield from scaled_cases(large)
+    yield from grouped_cases(large)
     if large:  # whole tiles, many waves, split k
         for m, n, k in ((1024, 1024, 1024), (4096, 2048, 1024), (64, 1024, 8192), (1000, 1000, 1000)):
             yield f"gemm bfloat16 nn {m} x {n} x {k}", partial(gemm, m, n, k, BFLOAT16)

@@ -8,6 +8,7 @@ from benchmarks import comparison, results
 from benchmarks.model.cases import LOSSES
 from benchmarks.model.evidence import NotModelledError
 from benchmarks.model.gpus import GPUS, Gpu
+from benchmarks.model.grouped_work import predict_grouped
 from benchmarks.model.loss_work import predict_loss
 from benchmarks.model.mask_work import LENGTH, predict_mask
 from benchmarks.model.predicted import GROUPS, compare, groups, made_up
@@ -25,6 +26,7 @@ BEGIN_SHARES = "<!-- shares of the fastest library, written by python -m benchma
 BEGIN_LOSSES = "<!-- losses, written by python -m benchmarks model --write -->"
 BEGIN_SCALED = "<!-- FP8, written by python -m benchmarks model --write -->"
 BEGIN_LAYERS = "<!-- layers in FP8, written by python -m benchmarks model --write -->"
+BEGIN_GROUPED = "<!-- groups, written by python -m benchmarks model --write -->"
 BEGIN_MASKS = "<!-- block masks, written by python -m benchmarks model --write -->"
 MASKS = [Mask("causal documents", LENGTH), Mask("causal documents", LENGTH, document=2048)]
 MASKS += [Mask("window + global", LENGTH), Mask("prefix-LM", LENGTH)]
@@ -32,6 +34,9 @@ MASK_GPUS = (GPUS["a100"], GPUS["h200"])
 SCALED_GPU = GPUS["h200"]
 SCALED = ((4096,) * 3, (8192,) * 3, (8192, 4096, 14336), (8192, 14336, 4096), (2048, 2048, 2048), (64, 8192, 8192))
 LAYERS = ((8192, 4096, 14336), (8192, 4096, 4096), (8192, 2048, 2048), (8192, 1024, 1024), (2048, 4096, 14336))
+# Rows, groups, n, k.
+GROUPED = [(32768, 32, 6144, 2048), (65536, 64, 1024, 4096), (65536, 128, 1536, 2048), (65536, 128, 2048, 768)]
+GROUPED += [(65536, 128, 256, 4096), (256, 64, 2048, 2048)]
 LOSS_GPU, LOSS_LIMIT = GPUS["h200"], 4 * 2**30
 MEASURED = GPUS["h100"]
 MEASUREMENTS = results.ROOT / MEASURED.folder
@@ -122,6 +127,18 @@ def layers() -> str:
     return markdown(head, rows)
 
 
+def grouped() -> str:
+    """Grouped products of bfloat16."""
+    head = ["rows, groups, N, K", "tile", "time, µs", "TFLOP/s", "limit"]
+    rows = []
+    for shape in GROUPED:
+        p = predict_grouped(SCALED_GPU, *shape)
+        seconds = p.time.seconds
+        cells = [f"{1e6 * seconds:.0f}", f"{p.flops / seconds / 1e12:.0f}", p.time.binding]
+        rows.append([", ".join(map(str, shape)), p.tile, *cells])
+    return markdown(head, rows)
+
+
 def masks() -> str:
     """The rate of listed blocks relative to that of all blocks without a mask, forward and backward, and the time of
     packed sequences relative to that of the documents' lists."""
@@ -157,5 +174,6 @@ def write() -> None:
     DOCUMENT.write_text(with_section(DOCUMENT, BEGIN_LOSSES, losses()))
     DOCUMENT.write_text(with_section(DOCUMENT, BEGIN_SCALED, scaled()))
     DOCUMENT.write_text(with_section(DOCUMENT, BEGIN_LAYERS, layers()))
+    DOCUMENT.write_text(with_section(DOCUMENT, BEGIN_GROUPED, grouped()))
     DOCUMENT.write_text(with_section(DOCUMENT, BEGIN_MASKS, masks()))
     comparison.PREDICTED.write_text(predicted_times())

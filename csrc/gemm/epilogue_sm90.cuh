@@ -121,21 +121,9 @@ DEVICE void write_slab(SharedAddress slab, int column, const float (&v)[8]) {
   }
 }
 
-// The part of the output that this consumer computes of a work item.
+// Copies the bias of a tile to shared memory, before the products, for store_by_tma. `offset`: of its first element.
 template <class Gemm>
-DEVICE epilogue::TilePosition position_of(const GemmParams& params, const WorkItem& work) {
-  const int parts = has_gate_up(params) ? 2 : 1, columns = Gemm::Rows::kColumns / parts;
-  const int64_t row = int64_t(work.row_tile) * Gemm::kBlockM + Gemm::first_row();
-  const int64_t column = int64_t(work.column_tile) * Gemm::kBlockN;
-  if constexpr (Gemm::kSwapped)
-    return {work.batch, column, row / parts, columns};
-  else
-    return {work.batch, row, column / parts, columns};
-}
-
-// Copies the bias of a tile to shared memory, before the products, for store_by_tma.
-template <class Gemm>
-DEVICE void stage_bias(const GemmParams& params, int column_tile, typename Gemm::Storage& shared) {
+DEVICE void stage_bias(const GemmParams& params, int column_tile, int64_t offset, typename Gemm::Storage& shared) {
   if (params.bias.data == nullptr) return;
   const int width = has_gate_up(params) ? Gemm::kBlockN / 2 : Gemm::kBlockN;
   ConsumerThreads::sync();  // the bias of the tile before has been read
@@ -143,7 +131,7 @@ DEVICE void stage_bias(const GemmParams& params, int column_tile, typename Gemm:
     using T = decltype(tag);
     for (int i = ConsumerThreads::index(); i < Gemm::kBlockN; i += kWarpgroup) {
       const int64_t column = int64_t(column_tile) * width + i % width, bias_column = column + i / width * params.n;
-      const T* const bias = static_cast<const T*>(params.bias.data) + bias_column * params.bias.column_stride;
+      const T* const bias = static_cast<const T*>(params.bias.data) + offset + bias_column * params.bias.column_stride;
       const float x = column < params.n ? arch::to_float(arch::load_global<T>(bias)) : 0.0f;
       arch::store_shared(arch::shared_address(&shared.bias[ConsumerThreads::consumer()][i]), x);
     }
@@ -182,6 +170,22 @@ DEVICE void send_slabs(const GemmParams& params, const GemmPlan& plan, const Ten
   arch::bulk_commit();
 }
 
+// Stores the first `rows` rows of a warp's slab, which write_slab has written, to row and column of out and on.
+template <class Out>
+DEVICE void store_rows_of_slab(const GemmParams& params, SharedAddress slab, int rows, int64_t row, int64_t column) {
+  constexpr int kLine = kSlabColumns * sizeof(Out), kChunks = kLine / 16, kElements = 16 / sizeof(Out);
+  const int lane = ConsumerThreads::index() % arch::kWarpSize;
+#pragma unroll
+  for (int i = 0; i < kSlabRows * kChunks / arch::kWarpSize; ++i) {
+    const int index = i * arch::kWarpSize + lane, line = index / kChunks, chunk = index % kChunks;
+    const int swizzled = chunk ^ (sizeof(Out) == 2 ? line / 2 % 4 : line % 8);
+    const auto words = arch::load_shared<arch::Words4>(slab + line * kLine + swizzled * 16);
+    const int64_t first = column + chunk * kElements;
+    if (line < rows && first < params.n)
+      arch::store_global(static_cast<Out*>(params.out.data) + (row + line) * params.n + first, words);
+  }
+}
+
 // Waits until the stores of the oldest of `sets` sets of buffers have read them.
 DEVICE void await_buffers(int sets) {
   if (ConsumerThreads::is_first_lane()) {
@@ -199,7 +203,7 @@ DEVICE void await_buffers(int sets) {
 // returns.
 template <class Gemm, class Out, bool gate_up>
 DEVICE void store_by_tma(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps,
-                         const epilogue::TilePosition& tile, typename Gemm::Storage& shared,
+                         const typename Gemm::Position& tile, typename Gemm::Storage& shared,
                          const typename Gemm::Accumulators& sums) {
   constexpr int kCount = 8, kColumns = 2 * kCount;  // at once: more do not fit in registers next to the accumulators
   constexpr int kSlabs = Gemm::kBlockN / kSlabColumns / (gate_up ? 2 : 1);
@@ -219,14 +223,20 @@ DEVICE void store_by_tma(const GemmParams& params, const GemmPlan& plan, const T
   const auto with_slab = [&](int i, int sets, const auto& fill) {
     const int first = i % kSlabs * kSlabColumns;  // of the tile
     const int row = int(tile.row) + i / kSlabs * kRowBlock + ConsumerThreads::index() / arch::kWarpSize * kSlabRows;
-    if (row >= params.m || tile.column + first >= params.n) return;
+    const int rows = int(tile.row_end(params)) - row;
+    if (rows <= 0 || tile.column + first >= params.n) return;
     await_buffers(sets);
     fill(first);
     arch::fence_async_shared();
     arch::sync_warp();
-    if (ConsumerThreads::is_first_lane())
+    if (Gemm::kGrouped && rows < kSlabRows) {
+      // The rows behind are those of another group.
+      store_rows_of_slab<Out>(params, slabs_of(set, sets), rows, row, tile.column + first);
+      if (ConsumerThreads::is_first_lane()) arch::bulk_commit();  // await_buffers counts a group for each slab
+    } else if (ConsumerThreads::is_first_lane()) {
       send_slabs<kSlabBytes, gate_up>(params, plan, maps, slabs_of(set, sets),
-                                      {int(tile.column) + first, 0, row, tile.batch});
+                                      {int(tile.column) + first, 0, row, tile.out_batch()});
+    }
     set = set + 1 < sets ? set + 1 : 0;
   };
   // Products alone, of which there are most: their body is short enough to be unrolled, a third of the instructions. In

@@ -36,8 +36,7 @@
 // Split k        Within a cluster (see there), or through memory as in gemm_sm80.cuh: the last block of a tile to
 //                arrive adds the sums in the order of k. Each consumer adds its own part of the tile.
 //
-// Extensions: a scaled format needs a second set of accumulators and its scales as a third operand of a stage
-// (multiply_item, produce); a grouped product another WorkItem, which finds its group from offsets on the device.
+// Grouped         products have other work items, which find their group on the device (groups_sm90.cuh).
 #pragma once
 
 #include "arch/cluster.cuh"
@@ -74,6 +73,8 @@ struct OuterCoordinates {
 template <class T, Major a_major, Major b_major, GemmConfig config>
 struct Gemm {
   using Element = T;
+  using Position = epilogue::TilePosition;  // of a tile in the output
+  static constexpr bool kGrouped = false;
   static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
   static constexpr bool kPingPong = config.ping_pong;
   static constexpr bool kSwapped = config.swapped;
@@ -108,12 +109,25 @@ struct Gemm {
     const int first = kMaxKBlocks == 1 ? 0 : arch::cluster_rank() & ~1;
     return plan.cluster > 1 ? uint16_t(0b11 << first) : uint16_t(0);
   }
-  DEVICE static WorkItem work_item(const GemmPlan& plan, int item) {
+  // The work items of all clusters.
+  DEVICE static int items(const GemmParams&, const GemmPlan& plan) { return plan.items; }
+  DEVICE static WorkItem work_item(const GemmParams&, const GemmPlan& plan, int item) {
     return {plan, item, arch::cluster_rank(), kMaxKBlocks > 1};
   }
+  DEVICE static int first_line_a(const GemmPlan& plan, const WorkItem& work) {
+    return work.row_tile * plan.a.tile_lines;
+  }
+  DEVICE static int64_t bias_offset(const GemmParams&, const WorkItem&) { return 0; }
 
   // The first row of this consumer's part of the tile.
   DEVICE static int first_row() { return kPingPong ? 0 : ConsumerThreads::consumer() * kWarpgroupM; }
+  // That part in the output.
+  DEVICE static Position position(const GemmParams& params, const WorkItem& work) {
+    const int parts = has_gate_up(params) ? 2 : 1, columns = Rows::kColumns / parts;
+    const int64_t row = int64_t(work.row_tile) * kBlockM + first_row(), column = int64_t(work.column_tile) * kBlockN;
+    if constexpr (kSwapped) return {work.batch, column, row / parts, columns};
+    return {work.batch, row, column / parts, columns};
+  }
 
   using Rows = StagedRows<kSwapped, kBlockN>;
   static constexpr int kStagingBytes = kSwapped ? Rows::kBytes : 4 * kSlabsBytes;
@@ -198,15 +212,16 @@ DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const Tensor
     arch::store_shared(arch::shared_address(shared.outer.b + arch::opaque_thread_index()), 0);
   }
   Ring<Gemm::kStages> ring;
+  const int items = Gemm::items(params, plan);
 #pragma unroll 1
-  for (int item = arch::block_x() / plan.cluster_blocks(); item < plan.items; item += plan.clusters) {
-    const WorkItem work = Gemm::work_item(plan, item);
+  for (int item = arch::block_x() / plan.cluster_blocks(); item < items; item += plan.clusters) {
+    const auto work = Gemm::work_item(params, plan, item);
     // After the position of the item, which needs most registers.
     const int lane = arch::opaque_thread_index();
     const bool of_a = lane < plan.a.pieces;
     const int piece = of_a ? lane : Gemm::row_rank(plan) + (lane - plan.a.pieces) * plan.cluster;
     const bool of_b = !of_a && piece < plan.b.pieces;
-    const int line = of_a ? work.row_tile * plan.a.tile_lines + line_of_piece(plan.a, piece)
+    const int line = of_a ? Gemm::first_line_a(plan, work) + line_of_piece(plan.a, piece)
                           : work.column_tile * plan.b.tile_lines + line_of_piece(plan.b, piece);
     const int offset = of_a ? piece * plan.a.piece_lines * kLineBytes
                             : (Gemm::kBlockM + piece * plan.b.piece_lines) * kLineBytes;  // in a stage
@@ -352,16 +367,17 @@ DEVICE void consume(const GemmParams& params, const GemmPlan& plan, typename Gem
                     const Store& store) {
   Ring<Gemm::kStages> ring;
   int turn = 0;
-  for (int item = arch::block_x() / plan.cluster_blocks(); item < plan.items; item += plan.clusters, turn ^= 1) {
-    const WorkItem next = Gemm::work_item(plan, item);
+  const int items = Gemm::items(params, plan);
+  for (int item = arch::block_x() / plan.cluster_blocks(); item < items; item += plan.clusters, turn ^= 1) {
+    const auto next = Gemm::work_item(params, plan, item);
     if (Gemm::kPingPong && turn != ConsumerThreads::consumer()) {
       // The other consumer's item.
       ring.skip(next.k_tiles);
       continue;
     }
-    if (plan.tma_store) stage_bias<Gemm>(params, next.column_tile, shared);
+    if (plan.tma_store) stage_bias<Gemm>(params, next.column_tile, Gemm::bias_offset(params, next), shared);
     // The first item needs no turn, and the last one hands none over, so that each arrival is awaited.
-    const bool is_first = item < plan.clusters, is_last = item + plan.clusters >= plan.items;
+    const bool is_first = item < plan.clusters, is_last = item + plan.clusters >= items;
     if (Gemm::kPingPong && !is_first)
       arch::named_barrier_sync(kTurnBarriers + ConsumerThreads::consumer(), kConsumers * kWarpgroup);
     typename Gemm::Accumulators sums;
@@ -371,15 +387,17 @@ DEVICE void consume(const GemmParams& params, const GemmPlan& plan, typename Gem
         arch::named_barrier_arrive(kTurnBarriers + 1 - ConsumerThreads::consumer(), kConsumers * kWarpgroup);
     });
     // The position is computed again, because the products leave no registers to keep it.
-    const WorkItem work = Gemm::work_item(plan, arch::opaque(item));
-    bool has_total = true;  // else another block adds the sums of the tile
-    // One `if` with two branches: after two, ptxas serialises the products (C7514).
-    if (Gemm::kMaxKBlocks > 1 && plan.k_blocks > 1)
-      has_total = add_in_cluster<Gemm>(plan, shared, sums);
-    else if (plan.splits > 1)
-      has_total = add_splits<Gemm>(plan, work, shared.arrived[ConsumerThreads::consumer()], sums);
-    if (!has_total) continue;
-    store(position_of<Gemm>(params, work), sums);
+    const auto work = Gemm::work_item(params, plan, arch::opaque(item));
+    if constexpr (!Gemm::kGrouped) {
+      bool has_total = true;  // else another block adds the sums of the tile
+      // One `if` with two branches: after two, ptxas serialises the products (C7514).
+      if (Gemm::kMaxKBlocks > 1 && plan.k_blocks > 1)
+        has_total = add_in_cluster<Gemm>(plan, shared, sums);
+      else if (plan.splits > 1)
+        has_total = add_splits<Gemm>(plan, work, shared.arrived[ConsumerThreads::consumer()], sums);
+      if (!has_total) continue;
+    }
+    store(Gemm::position(params, work), sums);
   }
   if (plan.tma_store && arch::lane_index() == 0) arch::bulk_wait_read<0>();
 }
@@ -387,7 +405,7 @@ DEVICE void consume(const GemmParams& params, const GemmPlan& plan, typename Gem
 // The epilogue of a product.
 template <class Gemm>
 DEVICE void store_output(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps,
-                         const epilogue::TilePosition& tile, typename Gemm::Storage& shared,
+                         const typename Gemm::Position& tile, typename Gemm::Storage& shared,
                          const typename Gemm::Accumulators& sums) {
   if constexpr (!Gemm::kTmaOnly)
     if (!plan.tma_store) return store_rows<Gemm>(params, plan, tile, shared, sums);
@@ -450,7 +468,7 @@ GLOBAL(Gemm::kThreads, 1)
 gemm_sm90(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan, GRID_CONSTANT TensorMaps maps) {
   SHARED_STORAGE(typename Gemm::Storage, shared);
   run_block<Gemm>(params, plan, maps, shared,
-                  [&](const epilogue::TilePosition& tile, const typename Gemm::Accumulators& sums) {
+                  [&](const typename Gemm::Position& tile, const typename Gemm::Accumulators& sums) {
                     store_output<Gemm>(params, plan, maps, tile, shared, sums);
                   });
 }

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "gemm/gemm_sm80.cuh"
-#include "tile/warp_scan.cuh"
+#include "gemm/groups.cuh"
 
 namespace cuda_ext::sm80 {
 
@@ -42,42 +42,24 @@ struct GroupedGemm : Gemm<T, arithmetic, cut == Groups::Cut::kRows, b_k_major, c
 
   // By all lanes of a warp together.
   DEVICE static Position find_position(const GemmParams& params, const GemmPlan& plan, int block) {
-    const int count = int(params.groups.count);
-    const auto end_of = [&](int group, int size) {
-      const int end = group < 0 ? 0 : arch::load_global<int32_t>(params.groups.ends + group);
-      return end < 0 ? 0 : end < size ? end : size;
-    };
     if constexpr (cut == Groups::Cut::kTerms) {
       Position found{find_tile(plan.row_tiles, plan.column_tiles, block, Base::kBlockM, Base::kBlockN)};
-      found.begin = end_of(found.batch - 1, int(params.k));
-      found.end = end_of(found.batch, int(params.k));
+      found.begin = end_of_group(params.groups, found.batch - 1, int(params.k));
+      found.end = end_of_group(params.groups, found.batch, int(params.k));
       found.terms = found.end > found.begin ? found.end - found.begin : 0;
       return found;
     }
-    const int rows = int(params.m);
     // The rows after the last group are one more, without terms.
-    int before = 0;  // tiles of the groups before those of the lanes
-#pragma unroll 1
-    for (int first = 0; first <= count; first += arch::kWarpSize) {
-      const int group = first + arch::lane_index();
-      const int begin = group <= count ? end_of(group - 1, rows) : rows,
-                end = group < count ? end_of(group, rows) : rows;
-      const int row_tiles = end > begin ? (end - begin + Base::kBlockM - 1) / Base::kBlockM : 0;
-      const int sum = before + tile::sum_up_to_lane(row_tiles * plan.column_tiles);
-      if (const uint32_t later = arch::ballot(sum > block); later != 0) {  // the lane that has it, and those after
-        const int lane = tile::lowest_bit(later), tiles = arch::shuffle(row_tiles, lane);
-        const int index = block - (arch::shuffle(sum, lane) - tiles * plan.column_tiles);
-        Position found{find_tile(tiles, plan.column_tiles, index, Base::kBlockM, Base::kBlockN)};
-        found.batch = first + lane;
-        found.begin = arch::shuffle(begin, lane);
-        found.end = arch::shuffle(end, lane);
-        found.row += found.begin;
-        found.terms = found.batch < count ? int(params.k) : 0;
-        return found;
-      }
-      before = arch::shuffle(sum, arch::kWarpSize - 1);
-    }
-    return {};
+    const GroupedRows<true> rows{params.groups, int(params.m), Base::kBlockM, plan.column_tiles};
+    const GroupTile tile = rows.find(block);
+    if (tile.end == 0) return {};
+    Position found{find_tile(tile.row_tiles, plan.column_tiles, tile.index, Base::kBlockM, Base::kBlockN)};
+    found.batch = tile.group;
+    found.begin = tile.begin;
+    found.end = tile.end;
+    found.row += tile.begin;
+    found.terms = tile.group < int(params.groups.count) ? int(params.k) : 0;
+    return found;
   }
 };
 

@@ -32,6 +32,8 @@ struct ScaledGemm {
   using OperandA = A;
   using OperandB = B;
   static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
+  using Position = epilogue::TilePosition;
+  static constexpr bool kGrouped = false;
   static constexpr bool kColumnsVary = columns_vary;  // as in ScaledPlan
   static constexpr bool kSwapped = false;
   static constexpr int kBlockM = config.block_m, kBlockN = kScaledBlockN;
@@ -252,7 +254,7 @@ DEVICE void consume_scaled(const ScaledGemmParams& params, const GemmParams& epi
   Ring<Gemm::kStages> ring;
 #pragma unroll 1
   for (int index = arch::block_x() / plan.cluster; index < plan.items(); index += plan.clusters) {
-    if (plan.tma_store) stage_bias<Gemm>(epilogue, ScaledItem(plan, index).column_tile, shared);
+    if (plan.tma_store) stage_bias<Gemm>(epilogue, ScaledItem(plan, index).column_tile, 0, shared);
     typename Gemm::Accumulators sums;
     multiply_scaled<Gemm>(plan, shared, ring, sums);
     const ScaledItem item(plan, arch::opaque(index));

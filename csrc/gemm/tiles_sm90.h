@@ -95,6 +95,17 @@ struct GemmPlan {
   HOST_DEVICE int k_rank(int rank) const { return rank >> (cluster - 1); }
 };
 
+// Consecutive tiles, which concurrent blocks compute, should share operands in L2: they go through the tiles column by
+// column within bands of `band` rows.
+struct RowAndColumn {
+  int row, column;
+};
+HOST_DEVICE RowAndColumn place_in_bands(int tile, int rows, int columns, int band) {
+  const int band_tiles = band * columns, first = tile / band_tiles * band, in_band = tile % band_tiles;
+  const int rows_of_band = rows - first < band ? rows - first : band;
+  return {first + in_band % rows_of_band, in_band / rows_of_band};
+}
+
 // The place of a work item: a part of k, a batch, and a tile for each block of the cluster, adjacent along m.
 struct ItemPlace {
   int split;
@@ -103,13 +114,10 @@ struct ItemPlace {
   int column_tile;
 };
 
-// Consecutive items, which concurrent clusters compute, should share operands in L2: they go through the tiles column
-// by column within bands of `plan.raster` row groups.
 HOST_DEVICE ItemPlace place_of_item(const GemmPlan& plan, int item) {
-  const int tiles = plan.row_groups * plan.column_tiles, band_tiles = plan.raster * plan.column_tiles;
-  const int t = item % tiles, outer = item / tiles, band = t / band_tiles, in_band = t % band_tiles;
-  const int left = plan.row_groups - band * plan.raster, rows = left < plan.raster ? left : plan.raster;
-  return {outer / plan.batches, outer % plan.batches, band * plan.raster + in_band % rows, in_band / rows};
+  const int tiles = plan.row_groups * plan.column_tiles, outer = item / tiles;
+  const RowAndColumn place = place_in_bands(item % tiles, plan.row_groups, plan.column_tiles, plan.raster);
+  return {outer / plan.batches, outer % plan.batches, place.row, place.column};
 }
 
 // Assigns the arrays of `plan` in the workspace at `data`, which may be null to find the size.

@@ -1,0 +1,149 @@
+"""Grouped products on wgmma: groups that end within slabs and tiles, both tile shapes, clusters, more groups than a
+warp has lanes; schedules, races, removed synchronisation. tests/test_grouped_mm.py has what every device must do."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from attention_sm90_cases import unnoticed_removals
+from torch import Tensor
+
+from cuda_ext import grouped_mm, testing
+
+# Rows of the groups, columns, terms, SMs. A group of one row, of a slab and its neighbours, of a tile and its
+# neighbours, of several tiles; none; rows after the last group.
+SHAPES: dict[str, tuple[list[int], int, int, int, int]] = {
+    "one consumer's tile, several items": ([1, 15, 16, 17, 0, 130, 127], 120, 72, 2, 9),
+    "both consumers' tile": ([1, 0, 128, 129, 33, 257], 264, 200, 3, 0),
+    "clusters": ([600, 0, 513, 700], 136, 64, 4, 40),
+    "clusters of wide tiles": ([515, 700], 392, 136, 4, 3),
+    "more groups than lanes": ([3] * 50 + [0] * 10 + [20] * 5, 72, 40, 4, 1),
+    "one group of all": ([300], 256, 512, 1, 0),
+    "no rows in any group": ([0, 0, 0], 64, 64, 2, 50),
+}
+Options = dict[str, Any]
+
+
+def problem(shape: str, dtype: torch.dtype, along_k: bool, small_integers: bool) -> tuple[list[Tensor], Options, int]:
+    rows, n, k, processors, rest = SHAPES[shape]
+
+    def matrix(*size: int) -> Tensor:
+        numbers = torch.randint(-4, 5, size) if small_integers else torch.randn(size)
+        return numbers.to(dtype)
+
+    offs = torch.tensor(rows).cumsum(0).to(torch.int32)
+    a = matrix(sum(rows) + rest, k)
+    b = matrix(len(rows), n, k).transpose(1, 2) if along_k else matrix(len(rows), k, n)
+    options: Options = {"offs": offs}
+    if random.random() < 0.5:
+        options["bias"] = matrix(len(rows), n)
+    if random.random() < 0.5:
+        options["out_dtype"] = torch.float32
+    return [a, b], options, processors
+
+
+def run(operands: list[Tensor], options: Options, **emulation: Any) -> tuple[Tensor, dict[str, int], list[Any]]:
+    with testing.emulated("sm_90a", **emulation) as emulated:
+        out = grouped_mm(*operands, **options)
+        return out, dict(emulated.counters), emulated.sync_sites
+
+
+@pytest.mark.parametrize("along_k", [False, True], ids=["b along n", "b along k"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_integers_are_exact(shape: str, dtype: torch.dtype, along_k: bool) -> None:
+    operands, options, processors = problem(shape, dtype, along_k, small_integers=True)
+    seed = random.randrange(2**31)
+    out, counters, _ = run(operands, options, processors=processors, mode="lazy", schedule="pct", seed=seed)
+    a, b = operands
+    expected = torch.zeros(len(a), b.shape[2], dtype=torch.float64)
+    begin = 0
+    for group, end in enumerate(options["offs"].tolist()):
+        expected[begin:end] = a[begin:end].double() @ b[group].double()
+        if "bias" in options:
+            expected[begin:end] += options["bias"][group].double()
+        begin = end
+    assert out.equal(expected.to(out.dtype))  # sums of at most 512 products of 16 are exact in float32
+    assert counters["mma"] == 0 and (counters["wgmma"] > 0) == (begin > 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"n": 100}, "rows of the output that do not begin at multiples of 16 bytes"),
+        ({"k": 100}, "rows of a that do not"),
+        ({"dtype": torch.float32}, "float32"),
+    ],
+    ids=str,
+)
+def test_other_products_run_on_mma_sync(change: dict[str, Any], reason: str) -> None:
+    sizes = {"n": 64, "k": 64, "dtype": torch.bfloat16} | change
+    a = torch.randint(-4, 5, (70, sizes["k"])).to(sizes["dtype"])
+    b = torch.randint(-4, 5, (2, sizes["k"], sizes["n"])).to(sizes["dtype"])
+    offs = torch.tensor([30, 70], dtype=torch.int32)
+    out, counters, _ = run([a, b], {"offs": offs, "out_dtype": torch.float32})
+    assert out.equal(torch.cat([a[:30].float() @ b[0].float(), a[30:].float() @ b[1].float()]))
+    assert counters["wgmma"] == 0, reason
+
+
+@pytest.mark.parametrize("along_k", [False, True], ids=["b along n", "b along k"])
+def test_gradients(along_k: bool) -> None:
+    (a, b), options, processors = problem("both consumers' tile", torch.bfloat16, along_k, small_integers=True)
+    leaves = [
+        a.requires_grad_(),
+        b.requires_grad_(),
+        *([options["bias"].requires_grad_()] if "bias" in options else []),
+    ]
+    grad = torch.randint(-4, 5, (len(a), b.shape[2]))
+    grads = []
+    for emulated in (True, False):
+        if emulated:
+            with testing.emulated("sm_90a", processors=processors) as device:
+                out = grouped_mm(*leaves[:2], **options)
+                grads.append(torch.autograd.grad(out, leaves, grad.to(out.dtype)))
+                assert device.counters["wgmma"] > 0
+        else:
+            out = grouped_mm(*leaves[:2], **options)
+            grads.append(torch.autograd.grad(out, leaves, grad.to(out.dtype)))
+    assert all(map(torch.equal, *grads))
+
+
+RACES = ("one consumer's tile, several items", "both consumers' tile", "clusters", "clusters of wide tiles")
+
+
+@pytest.mark.sampled(check="races")
+@pytest.mark.parametrize("shape", RACES)
+def test_no_races(shape: str) -> None:
+    operands, options, processors = problem(shape, torch.bfloat16, random.random() < 0.5, small_integers=False)
+    expected, _, _ = run(operands, options, processors=processors, check_races=True)
+    for mode, schedule in (("lazy", "fifo"), ("lazy", "pct"), ("eager", "pct")):
+        seed = random.randrange(2**31)
+        out, _, _ = run(operands, options, processors=processors, mode=mode, schedule=schedule, seed=seed)
+        assert out.equal(expected)
+
+
+# Calls whose removal nothing notices, with the reason.
+HARMLESS = {
+    "arch::grid_dependency_wait();": "here the kernel before it, which clears other rows, has ended",
+    "arch::grid_launch_dependents();": "lets the next kernel begin sooner",
+}
+
+
+@pytest.mark.sampled(check="races", slow=True)
+def test_removal_of_any_synchronisation_is_noticed() -> None:
+    def once(shape: str) -> Any:
+        operands, options, processors = problem(shape, torch.bfloat16, True, small_integers=False)
+
+        def of(**emulation: Any) -> tuple[list[Tensor], list[Any]]:
+            out, _, sites = run(operands, options, processors=processors, **emulation)
+            return [out], sites
+
+        return of
+
+    files = ("gemm_sm90", "groups_sm90", "epilogue_sm90")
+    calls, unnoticed = unnoticed_removals([once(shape) for shape in RACES], lambda name: name.startswith(files))
+    assert calls >= 8
+    assert all(any(code in line for code in HARMLESS) for line in unnoticed), unnoticed
