@@ -349,7 +349,7 @@ def convert(
     recipe: str = "rowwise",
     keep: Callable[[str, nn.Linear], bool] = _keep_none,
     *,
-    least_features: int = 1024,
+    least_features: int = 2048,
 ) -> Report:
     """Makes the linear layers of a model multiply in FP8, in place: those of `torch.nn` and of `cuda_ext.nn`, also in
     other modules. Parameters, hooks and state dicts stay.
@@ -360,7 +360,7 @@ def convert(
         keep: called with the name and the layer; True leaves it as it is. Models usually keep their last layer, whose
             logits need the precision: ``lambda name, layer: name == "lm_head"``.
         least_features: layers with fewer inputs or outputs are kept: converting their operands would take longer than
-            FP8 saves. Default 1024, where by the model of an H200 (docs/model.md) it begins to gain.
+            FP8 saves. Default 2048, where by the model of an H200 (docs/model.md) it begins to gain.
 
     Returns:
         a `Report`; print it.

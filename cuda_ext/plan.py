@@ -88,7 +88,7 @@ class GemmPlan:
     grid: tuple[int, int] = (0, 0)
     threads: int = 0
     workspace: int = 0
-    #: Predicted by the plan, which compares its choices with it; docs/model.md predicts times.
+    #: Predicted by the plan, which compares its choices with it; 0 for FP8. docs/model.md predicts times.
     cycles: float = 0.0
     #: What most of the cycles are spent on.
     limit: str = ""
@@ -107,7 +107,8 @@ class GemmPlan:
         parts += [_workspace(self.workspace)]
         lines = [of + _KERNELS[self.kernel], "; ".join(parts)]
         lines += [f"copies {' and '.join(self.copies)} first, which TMA cannot read in place"] * bool(self.copies)
-        lines += [f"{self.cycles / 1e3:.3g} thousand cycles predicted, limited by {self.limit}"]
+        predicted = f"{self.cycles / 1e3:.3g} thousand cycles predicted, limited by {self.limit}"
+        lines += [predicted] * (self.cycles > 0)
         lines += [f"not wgmma: {self.refusal}"] * bool(self.refusal)
         return "\n  ".join(lines)
 
@@ -124,6 +125,7 @@ def gemm_plan(
     out_dtype: torch.dtype | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
+    offs: Tensor | None = None,
     device: str | None = None,
 ) -> GemmPlan:
     """The plan of `cuda_ext.gemm` for these arguments: kernel, tile, division of the work, predicted cost.
@@ -133,11 +135,14 @@ def gemm_plan(
     `cuda_ext.batch_invariant`; values are not read, so tensors may be on the meta device, if `device` is given.
 
     The other ops run the same kernels: for ``linear(x, w)`` ask for ``gemm_plan(x, w.mT)``; for ``gated_linear(x, w)``
-    the same with ``gated=True``.
+    the same with ``gated=True``; for ``grouped_mm(a, b, offs=offs)`` with these operands and ``offs``, whose values are
+    not read: the plan is for groups of one size, and has as many work items as any groups could need. Operands in FP8
+    are those of ``scaled_mm``, whose plan does not depend on the scales; without predicted cycles.
 
     Args:
         a, b, c, bias, activation, alpha, beta, out_dtype: as in `cuda_ext.gemm`.
         residual: as in `cuda_ext.linear`.
+        offs: as in `cuda_ext.grouped_mm`, then without c, activation and residual.
         gated: the columns of b are ``[gate, up]``, as in `cuda_ext.gated_linear`; without c.
         device: a GPU to plan for, such as "a100" or "h100" (all: `cuda_ext.plan.GPUS`); default the device of the
             tensors.
@@ -150,13 +155,17 @@ def gemm_plan(
         NotImplementedError: as `cuda_ext.gemm`; for tensors on the meta device without `device`.
     """
     name, gpu = _named_gpu("gemm_plan", device)
+    others = {"c": c, "residual": residual, "activation": activation, "gated": gated or None}
+    given = [name for name, value in others.items() if value is not None]
+    alone = offs is not None or a.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    check(not (alone and given), "gemm_plan", f"expected no {', '.join(given)} with offs, or operands in FP8")
     tensors = [tensor for tensor in (a, b, c, bias, residual) if tensor is not None]
     for_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     kernel, limit, refusal, numbers, cycles = ops._gemm_plan(
-        a, b, c, bias, residual, activation, alpha, beta, out_dtype, gated, for_backward, *gpu[:2]
+        a, b, c, bias, residual, offs, activation, alpha, beta, out_dtype, gated, for_backward, *gpu[:2]
     )
     found = {
-        "m": math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])) * a.shape[-2],
+        "m": (1 if alone else math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))) * a.shape[-2],
         "n": b.shape[-1],
         "k": a.shape[-1],
         "dtype": a.dtype,

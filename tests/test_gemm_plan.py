@@ -323,3 +323,53 @@ def test_the_switch_is_restored() -> None:
         cuda_ext.batch_invariant(False)
     with pytest.raises(RuntimeError, match="batch_invariant: expected enabled to be a bool, got 1"):
         cuda_ext.batch_invariant(1)  # type: ignore[arg-type]
+
+
+def test_grouped_products() -> None:
+    """Of any number of groups; b's layout, dtypes and strides decide the kernel."""
+    a, b = (
+        torch.empty(65536, 4096, dtype=torch.bfloat16, device="meta"),
+        torch.empty(64, 1024, 4096, dtype=torch.bfloat16, device="meta"),
+    )
+    offs = torch.empty(64, dtype=torch.int32, device="meta")
+    plan = gemm_plan(a, b.mT, offs=offs, device="h200")
+    assert (plan.m, plan.n, plan.k) == (65536, 1024, 4096) and plan.kernel == "sm_90"
+    assert plan.tile == (128, 256, 64) and plan.cluster == 2 and plan.grid == (132, 1)
+    wgrad = gemm_plan(a.t(), torch.empty(65536, 1024, dtype=torch.bfloat16, device="meta"), offs=offs, device="h200")
+    assert wgrad.kernel == "sm_90" and (wgrad.m, wgrad.n, wgrad.k) == (4096, 1024, 65536)
+    odd = gemm_plan(a, torch.empty(64, 4096, 1001, dtype=torch.bfloat16, device="meta"), offs=offs, device="h200")
+    assert odd.kernel == "sm_80" and "16 bytes" in odd.refusal
+    assert gemm_plan(a, b.mT, offs=offs, device="a100").kernel == "sm_80"
+    assert gemm_plan(a.float(), b.mT.float(), offs=offs, device="h200").refusal.startswith("float32")
+    with pytest.raises(RuntimeError, match="gemm_plan: expected no activation with offs, or operands in FP8"):
+        gemm_plan(a, b.mT, offs=offs, activation="relu", device="h200")
+
+
+def test_products_in_fp8() -> None:
+    a, b = (torch.empty(4096, 4096, dtype=torch.float8_e4m3fn, device="meta") for _ in range(2))
+    plan = gemm_plan(a, b.t(), device="h200")
+    assert plan.kernel == "sm_90" and plan.tile == (256, 128, 128) and plan.cluster == 2 and not plan.copies
+    assert "predicted" not in str(plan)
+    assert gemm_plan(a, b, device="h200").copies == "b"
+    assert gemm_plan(a[:, :4090], b.t()[:4090], device="h200").copies == ""
+    refused = gemm_plan(a, b.t(), device="a100")
+    assert refused.kernel == "composed" and "no wgmma" in refused.refusal
+    assert gemm_plan(torch.ones(3, 4).to(torch.float8_e5m2), torch.ones(4, 5).to(torch.float8_e4m3fn)).kernel == "cpu"
+    with pytest.raises(RuntimeError, match="both of FP8"):
+        gemm_plan(a, b.t().bfloat16(), device="h200")
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_plans_of_groups_and_fp8_are_those_of_the_launchers(fp8: bool) -> None:
+    with testing.emulated("sm_90a", processors=4) as device:
+        if fp8:
+            a, b = torch.randn(300, 200).to(torch.float8_e4m3fn), torch.randn(100, 200).to(torch.float8_e4m3fn).t()
+            plan, one = gemm_plan(a, b), torch.ones(1)
+            cuda_ext.scaled_mm(a, b, one, "TensorWise", one, "TensorWise")
+        else:
+            a, b = torch.randn(300, 64, dtype=torch.bfloat16), torch.randn(3, 64, 128, dtype=torch.bfloat16)
+            offs = torch.tensor([100, 100, 300], dtype=torch.int32)
+            plan = gemm_plan(a, b, offs=offs)
+            cuda_ext.grouped_mm(a, b, offs=offs)
+        assert plan.kernel == "sm_90" and device.counters["wgmma"] > 0
+        assert device.counters["blocks"] >= plan.grid[0]

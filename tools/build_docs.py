@@ -98,6 +98,7 @@ CONTENTS = {
         "install",
         "gemm_plan",
         "experts",
+        "fp8",
         "masks",
         "distributed",
         "buckets",

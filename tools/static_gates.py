@@ -52,7 +52,7 @@ class Rule:
     steps: int | None = None  # wgmma: products of an accumulator from one wait to the next, both operands in memory
     registers_from: str | None = None  # wgmma: the source, relative to csrc, with the registers of each role
     overlap: int | None = None  # wgmma: at least so many exponentials between a product of the loop and its wait
-    loads: int | None = None  # at least so many loads of 8 or 16 bytes in flight together
+    loads: int | None = None  # at least so many vector loads of each width in flight together
 
 
 # The kernels on wgmma. One group of products is in flight while the lead of the next is issued.
@@ -120,6 +120,15 @@ RULES = (
     # A swapped tile leaves through shared memory and registers; staged for TMA, float32 needs no stmatrix.
     replace(WGMMA, name=r"gemm_sm90<.*GemmConfig{\d+, \d+, \d+, \w+, true", contains=WGMMA.contains[:3]),
     replace(WGMMA, name="gemm_sm90<Gemm<float", contains=WGMMA.contains[:4]),
+    replace(WGMMA, name="gemm_sm90<GroupsOfRows", registers_from="gemm/groups_sm90.cuh"),
+    # Before its products a consumer may clear what the last k tile has of the next group, and wait for the other one.
+    replace(
+        WGMMA,
+        name="gemm_sm90<GroupsOfTerms",
+        lead=56,
+        loop_excludes=tuple(opcode for opcode in WGMMA.loop_excludes if opcode != "BAR"),
+        registers_from="gemm/groups_sm90.cuh",
+    ),
     replace(WGMMA, name="gemm_sm90"),
     # A consumer adds each k tile to its sums before it issues the next: the other one multiplies meanwhile.
     replace(
@@ -155,11 +164,12 @@ RULES = (
     Rule("attention_bwd_rows", (r"LDG\.E\.128", r"STG\.E\.128"), shared_bytes=0),
     Rule("attention_bwd_finish", (r"STG\.E\.128",)),
     Rule("attention_bwd_sinks"),
-    Rule("activation_grad", loads=12),  # 4 rows of each dtype
+    Rule("activation_grad", loads=4),
     Rule("largest_magnitudes", ("RED",), loads=8),
     Rule("quantize_tile", (r"STG\.E\.128",), loads=8),
     Rule("add_block_sums"),
     Rule("clear_words", shared_bytes=0),
+    Rule("clear_rest", (r"STG\.E\.128",), shared_bytes=0),
     Rule("copy_lines_sm90<Words<4>", (r"LDG\.E\.128", r"STG\.E\.128"), shared_bytes=0),
     Rule("copy_lines_sm90<Words<2>", (r"LDG\.E\.64", r"STG\.E\.64"), shared_bytes=0),
     Rule("copy_lines_sm90<unsigned", ("LDG", "STG"), shared_bytes=0),
@@ -190,7 +200,7 @@ class Kernel(compiled.Kernel):
     opcodes: Counter[str] = field(default_factory=Counter)
     groups: list[tuple[str, ...]] = field(default_factory=list)  # find_group of each wait for wgmma
     role_registers: list[tuple[str, int]] = field(default_factory=list)  # setmaxnreg: "DEALLOC" or "TRY_ALLOC", count
-    loads: int = 0  # the most vector loads that are in flight together: see loads_at_once
+    in_flight: dict[int, int] = field(default_factory=dict)  # bits of a vector load -> the most at once
 
     @property
     def version(self) -> int:
@@ -257,7 +267,9 @@ def read_kernels(binary: Path, machine_code: bool = True) -> list[Kernel]:
         elif match := instruction.match(line):
             kernel.opcodes[match[3]] += 1
             code.append((int(match[1], 16), match[2].strip()))
-            kernel.loads = max(kernel.loads, loads_at_once(code))
+            if load := VECTOR_LOAD.match(code[-1][1]):
+                bits = int(load[1])
+                kernel.in_flight[bits] = max(kernel.in_flight.get(bits, 0), loads_at_once(code))
             if match[3].startswith("BRA"):
                 kernel.loop = kernel.loop if kernel.loop.instructions else find_loop(code)  # innermost first
             elif match[3] == "WARPGROUP.DEPBAR.LE" and (group := find_group(code)):
@@ -363,17 +375,18 @@ def find_group(code: Sequence[tuple[int, str]]) -> tuple[str, ...]:
     return tuple(reversed(group[products[0] : products[-1] + 1])) if products else ()
 
 
+VECTOR_LOAD = re.compile(r"(?:@!?U?P\w+\s+)?LDG\S*\.(64|128)\b\S* R(\d+), (.*)")
+
+
 def loads_at_once(code: Sequence[tuple[int, str]]) -> int:
-    """The vector loads of 8 or 16 bytes that are in flight when the last instruction of `code`, one of them, is issued:
-    back to a barrier, or to one whose result was read before."""
-    load = re.compile(r"(?:@!?U?P\w+\s+)?LDG\S*\.(64|128)\b\S* R(\d+), (.*)")
-    if not load.match(code[-1][1]):
-        return 0
+    """The loads as wide as the last instruction of `code`, a vector load, that are in flight when it is issued: back to
+    a barrier, or to one whose result was read before."""
+    last = VECTOR_LOAD.match(code[-1][1])
     count, read = 0, set[int]()
     for _, text in reversed(code):
         if re.search(r"\b(BAR|CALL|RET)\b", text):
             break
-        if match := load.match(text):
+        if (match := VECTOR_LOAD.match(text)) and last and match[1] == last[1]:
             first = int(match[2])
             result = set(range(first, first + int(match[1]) // 32))
             if result & read:
@@ -481,9 +494,9 @@ def faults(kernels: Iterable[Kernel], rules: Sequence[Rule] = RULES) -> list[str
                 f"{where}expected at least {rule.overlap} exponentials between a product of its loop and the wait for "
                 f"it, got {overlap}; the compiler has moved the softmax after the wait"
             )
-        if rule.loads is not None and kernel.loads < rule.loads:
+        if rule.loads is not None and (loads := min(kernel.in_flight.values(), default=0)) < rule.loads:
             found.append(
-                f"{where}expected {rule.loads} vector loads in flight together, got {kernel.loads}; load all "
+                f"{where}expected {rule.loads} vector loads in flight together, got {loads}; load all "
                 "before the first is converted, which waits for it"
             )
         for pattern in wanted_opcodes(kernel, rule):

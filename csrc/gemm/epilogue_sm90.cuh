@@ -186,6 +186,20 @@ DEVICE void store_rows_of_slab(const GemmParams& params, SharedAddress slab, int
   }
 }
 
+// Starts the stores of a warp's slabs as one group, for await_buffers. Of a slab that ends in another group of rows
+// only the first `rows` are stored.
+template <class Gemm, class Out, bool gate_up>
+DEVICE void store_slabs(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps,
+                        const typename Gemm::Position& tile, SharedAddress slabs, int rows, int row, int column) {
+  constexpr int kSlabBytes = kSlabRows * kSlabColumns * sizeof(Out);
+  if (Gemm::kCut == Groups::Cut::kRows && rows < kSlabRows) {
+    store_rows_of_slab<Out>(params, slabs, rows, row, column);
+    if (ConsumerThreads::is_first_lane()) arch::bulk_commit();
+  } else if (ConsumerThreads::is_first_lane()) {
+    send_slabs<kSlabBytes, gate_up>(params, plan, maps, slabs, {column, 0, row, tile.out_batch()});
+  }
+}
+
 // Waits until the stores of the oldest of `sets` sets of buffers have read them.
 DEVICE void await_buffers(int sets) {
   if (ConsumerThreads::is_first_lane()) {
@@ -229,14 +243,7 @@ DEVICE void store_by_tma(const GemmParams& params, const GemmPlan& plan, const T
     fill(first);
     arch::fence_async_shared();
     arch::sync_warp();
-    if (Gemm::kGrouped && rows < kSlabRows) {
-      // The rows behind are those of another group.
-      store_rows_of_slab<Out>(params, slabs_of(set, sets), rows, row, tile.column + first);
-      if (ConsumerThreads::is_first_lane()) arch::bulk_commit();  // await_buffers counts a group for each slab
-    } else if (ConsumerThreads::is_first_lane()) {
-      send_slabs<kSlabBytes, gate_up>(params, plan, maps, slabs_of(set, sets),
-                                      {int(tile.column) + first, 0, row, tile.out_batch()});
-    }
+    store_slabs<Gemm, Out, gate_up>(params, plan, maps, tile, slabs_of(set, sets), rows, row, int(tile.column) + first);
     set = set + 1 < sets ? set + 1 : 0;
   };
   // Products alone, of which there are most: their body is short enough to be unrolled, a third of the instructions. In

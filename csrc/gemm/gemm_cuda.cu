@@ -2,7 +2,7 @@
 
 #include "base/built.h"
 #include "gemm/grouped_gemm_sm80.h"
-#include "gemm/grouped_gemm_sm90.h"
+#include "gemm/grouped_plan_sm90.h"
 #include "rt/device.h"
 
 namespace cuda_ext {
@@ -20,12 +20,17 @@ sm90::GemmChoice choose_gemm_sm90(const GemmParams& params, Float32Product float
   return choice;
 }
 
+sm90::GemmChoice choose_grouped_gemm(const GemmParams& params) {
+  if (!kBuiltForSm90a) return {.plan = {}, .refusal = kNotBuiltForSm90a};
+  return sm90::choose_grouped_plan(params, gemm_cuda_device());
+}
+
 void launch_gemm_cuda(const GemmParams& params, const AllocateWorkspace& allocate, void* stream, Float32Product float32,
                       const Restriction& only) {
   if (is_empty(params)) return;
   if (params.groups.cut != Groups::Cut::kNone) {
     if constexpr (kBuiltForSm90a)
-      if (const sm90::GemmChoice choice = sm90::choose_grouped_plan(params, gemm_cuda_device()); choice.plan)
+      if (const sm90::GemmChoice choice = choose_grouped_gemm(params); choice.plan)
         return launch_grouped_gemm_sm90(params, *choice.plan, stream);
     return launch_grouped_gemm_sm80(params, stream, float32);
   }

@@ -14,6 +14,9 @@ rt::Device gemm_cuda_device();
 // ignored, as below.
 sm90::GemmChoice choose_gemm_sm90(const GemmParams& params, Float32Product float32, const Restriction& only);
 
+// The same for a grouped product.
+sm90::GemmChoice choose_grouped_gemm(const GemmParams& params);
+
 // Launches the product on `stream`, an rt::Stream. a and b have the same dtype; the others any except float64.
 void launch_gemm_cuda(const GemmParams& params, const AllocateWorkspace& allocate, void* stream, Float32Product float32,
                       const Restriction& only);

@@ -1,6 +1,7 @@
 #include "gemm/gemm_passes.h"
 
 #include "gemm/activation.cuh"
+#include "gemm/groups.cuh"
 #include "rt/launch.cuh"
 
 namespace cuda_ext {
@@ -10,6 +11,15 @@ GLOBAL(threads, 1)
 clear_words(uint32_t* words, int count) {
   const int i = arch::block_x() * threads + arch::thread_index();
   if (i < count) arch::store_global(words + i, 0u);
+}
+
+template <int threads>
+GLOBAL(threads, 1)
+clear_rest(GRID_CONSTANT Groups groups, int rows, int64_t row_words, arch::Words4* out) {
+  const int64_t first = end_of_group(groups, int(groups.count) - 1, rows) * row_words;
+  const int64_t step = int64_t(arch::grid_x()) * threads;
+  for (int64_t i = first + arch::block_x() * threads + arch::thread_index(); i < rows * row_words; i += step)
+    arch::store_global(out + i, arch::Words4{});
 }
 
 // out (width,) = the column sums of block_sums (blocks, width). A thread block has 32 columns; its warp w adds rows w,
@@ -48,6 +58,13 @@ void launch_add_block_sums(const float* block_sums, int64_t blocks, int64_t widt
                                       .shared_bytes = kWarps * arch::kWarpSize * sizeof(float),
                                       .stream = stream},
                                      block_sums, blocks, width, out);
+}
+
+void launch_clear_rest(const Groups& groups, int64_t rows, int64_t row_bytes, void* out, void* stream) {
+  constexpr int kThreads = 256, kBlocks = 128;  // the rows are rarely many
+  rt::launch<clear_rest<kThreads>>("clear_rest", {.grid = {kBlocks}, .threads = kThreads, .stream = stream}, groups,
+                                   int(rows), row_bytes / int64_t(sizeof(arch::Words4)),
+                                   static_cast<arch::Words4*>(out));
 }
 
 void launch_clear_words(uint32_t* words, int count, void* stream) {

@@ -18,6 +18,7 @@
 //                empty[stage]: 1 arrival per consumer that reads the stage, from each block of the row.
 //                sent[consumer]: 1 arrival per block that sends sums, of this consumer.
 //                Named barriers 1, 2: the 128 threads of a consumer, around what they share in shared memory.
+//                Named barrier 3: cooperative groups of terms: both consumers have cleared those of the next group.
 //                Named barriers 3, 4: ping-pong, a consumer's turn: its 128 threads wait, and the 128 of the other
 //                arrive when they have issued their last product.
 // Shared memory  (stages, tile of a + tile of b), 10 to 48 KB each; per consumer 4 to 17 KB to stage the output, a bias
@@ -74,7 +75,7 @@ template <class T, Major a_major, Major b_major, GemmConfig config>
 struct Gemm {
   using Element = T;
   using Position = epilogue::TilePosition;  // of a tile in the output
-  static constexpr bool kGrouped = false;
+  static constexpr Groups::Cut kCut = Groups::Cut::kNone;
   static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
   static constexpr bool kPingPong = config.ping_pong;
   static constexpr bool kSwapped = config.swapped;
@@ -117,6 +118,7 @@ struct Gemm {
   DEVICE static int first_line_a(const GemmPlan& plan, const WorkItem& work) {
     return work.row_tile * plan.a.tile_lines;
   }
+  DEVICE static int first_term(const WorkItem&) { return 0; }
   DEVICE static int64_t bias_offset(const GemmParams&, const WorkItem&) { return 0; }
 
   // The first row of this consumer's part of the tile.
@@ -225,7 +227,7 @@ DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const Tensor
                           : work.column_tile * plan.b.tile_lines + line_of_piece(plan.b, piece);
     const int offset = of_a ? piece * plan.a.piece_lines * kLineBytes
                             : (Gemm::kBlockM + piece * plan.b.piece_lines) * kLineBytes;  // in a stage
-    if (params.batch_dims > 0)
+    if (Gemm::kCut != Groups::Cut::kTerms && params.batch_dims > 0)  // whose operands have no batches
       shared.outer.set(work.batch, params.batch_dims, params.batch_sizes, plan.a.batch_slots, plan.b.batch_slots);
 #pragma unroll 1
     for (int index = work.first_k_tile; index < work.first_k_tile + work.k_tiles; ++index, ring.advance()) {
@@ -237,7 +239,7 @@ DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const Tensor
         shared.outer.set(product, params.reduced_dims, params.reduced_sizes, plan.a.reduced_slots,
                          plan.b.reduced_slots);
       }
-      k *= Gemm::kBlockK;
+      k = k * Gemm::kBlockK + Gemm::first_term(work);
       // Wait until all consumers have released the stage.
       arch::barrier_wait_relaxed(shared.empty[ring.stage], ring.parity ^ 1);
       Barrier& full = shared.full[ring.stage];
@@ -253,10 +255,29 @@ DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const Tensor
   }
 }
 
+// Clears the terms from `first` on, those of the next group, of a stage that has a line for each. Called by all
+// consumers of the stage.
+template <class Gemm>
+DEVICE void clear_terms(typename Gemm::Stage& stage, int first) {
+  constexpr int kRunBytes = Gemm::kBlockK * kLineBytes, kRuns = sizeof(typename Gemm::Stage) / kRunBytes;
+  constexpr int kThreads = Gemm::kPingPong ? kWarpgroup : kConsumers * kWarpgroup;
+  const int thread = Gemm::kPingPong ? ConsumerThreads::index() : arch::thread_index() - kWarpgroup;
+  const SharedAddress begin = arch::shared_address(&stage);
+#pragma unroll 1
+  for (int at = first * kLineBytes + thread * 16; at < kRunBytes; at += kThreads * 16)
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) arch::store_shared(begin + run * kRunBytes + at, arch::Words4{});
+  arch::fence_async_shared();
+  if constexpr (Gemm::kPingPong)
+    ConsumerThreads::sync();
+  else
+    arch::named_barrier_sync(kTurnBarriers, kThreads);
+}
+
 // sums = the products of a work item. `ring` advances by its k tiles. Calls `issued` when its last product is issued.
-template <class Gemm, class F>
-DEVICE void multiply_item(const GemmPlan& plan, typename Gemm::Storage& shared, int k_tiles, Ring<Gemm::kStages>& ring,
-                          typename Gemm::Accumulators& sums, const F& issued) {
+template <class Gemm, class Item, class F>
+DEVICE void multiply_item(const GemmPlan& plan, typename Gemm::Storage& shared, const Item& work,
+                          Ring<Gemm::kStages>& ring, typename Gemm::Accumulators& sums, const F& issued) {
   const uint64_t a = Gemm::descriptor(shared.stages[0].a + Gemm::first_row() * kLineBytes, Gemm::kAMajor);
   const uint64_t b = Gemm::descriptor(shared.stages[0].b, Gemm::kBMajor);
   // Allows every block that writes this stage to overwrite it.
@@ -267,10 +288,12 @@ DEVICE void multiply_item(const GemmPlan& plan, typename Gemm::Storage& shared, 
           arch::mapa(arch::shared_address(&shared.empty[stage]), Gemm::first_of_row(plan) + thread));
   };
   int before = -1;  // the stage that products in flight may still read
-  int left = k_tiles;
+  int left = work.k_tiles;
   do {  // there is at least one; ptxas serialises the products of a loop that could have none
     // Wait for the stage.
     arch::barrier_wait(shared.full[ring.stage], ring.parity);
+    if constexpr (Gemm::kCut == Groups::Cut::kTerms)
+      if (left == 1 && work.last_terms < Gemm::kBlockK) clear_terms<Gemm>(shared.stages[ring.stage], work.last_terms);
     const int offset = ring.stage * int(sizeof(typename Gemm::Stage));
     // Issue the products of the k tile.
     arch::wgmma_fence(sums);
@@ -381,14 +404,14 @@ DEVICE void consume(const GemmParams& params, const GemmPlan& plan, typename Gem
     if (Gemm::kPingPong && !is_first)
       arch::named_barrier_sync(kTurnBarriers + ConsumerThreads::consumer(), kConsumers * kWarpgroup);
     typename Gemm::Accumulators sums;
-    multiply_item<Gemm>(plan, shared, next.k_tiles, ring, sums, [&] {
+    multiply_item<Gemm>(plan, shared, next, ring, sums, [&] {
       // The other consumer multiplies while this one stores.
       if (Gemm::kPingPong && !is_last)
         arch::named_barrier_arrive(kTurnBarriers + 1 - ConsumerThreads::consumer(), kConsumers * kWarpgroup);
     });
     // The position is computed again, because the products leave no registers to keep it.
     const auto work = Gemm::work_item(params, plan, arch::opaque(item));
-    if constexpr (!Gemm::kGrouped) {
+    if constexpr (Gemm::kCut == Groups::Cut::kNone) {
       bool has_total = true;  // else another block adds the sums of the tile
       // One `if` with two branches: after two, ptxas serialises the products (C7514).
       if (Gemm::kMaxKBlocks > 1 && plan.k_blocks > 1)

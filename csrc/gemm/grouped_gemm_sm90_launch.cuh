@@ -7,11 +7,12 @@
 
 namespace cuda_ext::sm90 {
 
-template <class T, bool b_k_major>
-void GroupedGemmSm90<T, b_k_major>::launch(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps,
-                                           void* stream) {
+template <class T, bool a_k_major, bool b_k_major>
+void GroupedGemmSm90<T, a_k_major, b_k_major>::launch(const GemmParams& params, const GemmPlan& plan,
+                                                      const TensorMaps& maps, void* stream) {
   const auto launch_config = [&]<int config>() {
-    using Kernel = GroupedGemm<T, b_k_major ? Major::kK : Major::kMn, kConfigs[config]>;
+    using Kernel = std::conditional_t<a_k_major, GroupsOfRows<T, b_k_major ? Major::kK : Major::kMn, kConfigs[config]>,
+                                      GroupsOfTerms<T, kConfigs[config]>>;
     rt::launch<gemm_sm90<Kernel>>("gemm_sm90",
                                   {.grid = {plan.clusters * plan.cluster},
                                    .threads = Kernel::kThreads,

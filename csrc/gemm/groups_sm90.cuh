@@ -1,8 +1,10 @@
-// Grouped products (Groups in gemm.h) whose rows are cut, on the kernel of gemm_sm90.cuh: which tile of which group a
-// work item is. Only the device knows the groups; every warp finds the group of an item from their ends.
+// Grouped products (Groups in gemm.h) on the kernel of gemm_sm90.cuh: which part of which group a work item is. Only
+// the device knows the groups. The epilogue has scale and bias alone.
 //
-// A tile reads the rows of the next group behind those of its own, and stores only its own: slabs of 16 rows that are
-// whole by TMA, the others by the lanes of the warp. The epilogue has scale and bias alone.
+// Rows     Every warp finds the group of an item from the ends. A tile reads the rows of the next group behind those of
+//          its own, and stores only its own: slabs of 16 rows that are whole by TMA, others by the lanes of the warp.
+// Terms    The groups are the batches of the output, each with its own number of k tiles, at least one. The last k tile
+//          has terms of the next group, which the consumers clear in shared memory, of both operands: 0 x NaN is NaN.
 #pragma once
 
 #include "gemm/gemm_sm90.cuh"
@@ -10,11 +12,17 @@
 
 namespace cuda_ext::sm90 {
 
-struct GroupItem {
+struct GroupRowsItem {
   int batch;  // the group
   int row, row_end;
   int column_tile;
   int first_k_tile = 0, k_tiles;
+};
+struct GroupTermsItem {
+  int batch, row_tile, column_tile;
+  int first_term;
+  int first_k_tile = 0, k_tiles;
+  int last_terms;  // of the last k tile
 };
 
 struct GroupPosition : epilogue::TilePosition {
@@ -25,17 +33,18 @@ struct GroupPosition : epilogue::TilePosition {
 };
 
 template <class T, Major b_major, GemmConfig config>
-struct GroupedGemm : Gemm<T, Major::kK, b_major, config> {
+struct GroupsOfRows : Gemm<T, Major::kK, b_major, config> {
   using Base = Gemm<T, Major::kK, b_major, config>;
   using Position = GroupPosition;
-  static constexpr bool kTmaOnly = true, kGrouped = true;
+  static constexpr bool kTmaOnly = true;
+  static constexpr Groups::Cut kCut = Groups::Cut::kRows;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // 3 * 168: the producer finds groups, too
 
   DEVICE static GroupedRows<false> rows(const GemmParams& params, const GemmPlan& plan) {
     return {params.groups, int(params.m), Base::kBlockM * plan.cluster, plan.column_tiles};
   }
   DEVICE static int items(const GemmParams& params, const GemmPlan& plan) { return rows(params, plan).tiles(); }
-  DEVICE static GroupItem work_item(const GemmParams& params, const GemmPlan& plan, int item) {
+  DEVICE static GroupRowsItem work_item(const GemmParams& params, const GemmPlan& plan, int item) {
     const GroupTile tile = rows(params, plan).find(item);
     const RowAndColumn place = place_in_bands(tile.index, tile.row_tiles, plan.column_tiles, plan.raster);
     const int row_tile = place.row * plan.cluster + arch::cluster_rank();
@@ -45,13 +54,44 @@ struct GroupedGemm : Gemm<T, Major::kK, b_major, config> {
             .column_tile = place.column,
             .k_tiles = plan.all_k_tiles};
   }
-  DEVICE static int first_line_a(const GemmPlan&, const GroupItem& work) { return work.row; }
-  DEVICE static int64_t bias_offset(const GemmParams& params, const GroupItem& work) {
+  DEVICE static int first_line_a(const GemmPlan&, const GroupRowsItem& work) { return work.row; }
+  DEVICE static int first_term(const GroupRowsItem&) { return 0; }
+  DEVICE static int64_t bias_offset(const GemmParams& params, const GroupRowsItem& work) {
     return work.batch * params.bias.batch_strides[0];
   }
-  DEVICE static GroupPosition position(const GemmParams&, const GroupItem& work) {
+  DEVICE static GroupPosition position(const GemmParams&, const GroupRowsItem& work) {
     return {{work.batch, work.row + Base::first_row(), int64_t(work.column_tile) * Base::kBlockN, Base::Rows::kColumns},
             work.row_end};
+  }
+};
+
+template <class T, GemmConfig config>
+struct GroupsOfTerms : Gemm<T, Major::kMn, Major::kMn, config> {
+  using Base = Gemm<T, Major::kMn, Major::kMn, config>;
+  static constexpr bool kTmaOnly = true;
+  static constexpr Groups::Cut kCut = Groups::Cut::kTerms;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+
+  DEVICE static GroupTermsItem work_item(const GemmParams& params, const GemmPlan& plan, int item) {
+    const ItemPlace place = place_of_item(plan, item);
+    const int begin = end_of_group(params.groups, place.batch - 1, int(params.k));
+    const int end = end_of_group(params.groups, place.batch, int(params.k)), terms = end > begin ? end - begin : 0;
+    const int k_tiles = terms > 0 ? (terms + Base::kBlockK - 1) / Base::kBlockK : 1;
+    return {.batch = place.batch,
+            .row_tile = place.row_group * plan.cluster + arch::cluster_rank(),
+            .column_tile = place.column_tile,
+            .first_term = begin,
+            .k_tiles = k_tiles,
+            .last_terms = terms - (k_tiles - 1) * Base::kBlockK};
+  }
+  DEVICE static int first_line_a(const GemmPlan& plan, const GroupTermsItem& work) {
+    return work.row_tile * plan.a.tile_lines;
+  }
+  DEVICE static int first_term(const GroupTermsItem& work) { return work.first_term; }
+  DEVICE static int64_t bias_offset(const GemmParams&, const GroupTermsItem&) { return 0; }
+  DEVICE static epilogue::TilePosition position(const GemmParams&, const GroupTermsItem& work) {
+    return {work.batch, int64_t(work.row_tile) * Base::kBlockM + Base::first_row(),
+            int64_t(work.column_tile) * Base::kBlockN, Base::Rows::kColumns};
   }
 };
 

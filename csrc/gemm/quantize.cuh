@@ -3,8 +3,8 @@
 // Problem        QuantizeParams in quantize.h.
 // Passes         Scales of blocks depend on one tile: one kernel computes them and converts. Scales of whole lines, or
 //                of all: a first kernel reduces the magnitudes of each tile into `maxima`, a second one converts.
-// Tile           128 x 128 elements. A thread has 8 rows and 8 columns: a half-warp loads 16 vectors of a row, which are
-//                whole sectors, and all 8 rows are in flight at once.
+// Tile           128 x 128 elements. A thread has 8 rows and 8 columns: a half-warp loads 16 vectors of a row, which
+//                are whole sectors, and all 8 rows are in flight at once.
 // Largest        of rows by shuffles within a half-warp; of columns within a warp, then through shared memory.
 // Transpose      A thread packs the 8 rows of a column to 8 bytes and stores them in shared memory; the block reads
 //                lines of 128 bytes back, 16 a thread.
@@ -177,66 +177,57 @@ largest_magnitudes(GRID_CONSTANT QuantizeParams params, int column_tiles, Maxima
     arch::reduce_max(largest + line.line, arch::float_bits(line.largest_of_tile(shared)));
 }
 
-// Grid: tiles. `maxima` as above, of the whole matrix; not read if scales are of blocks.
+// Computes the scales of the tile's rows and columns, and stores those that no other tile stores.
+template <class Out>
+DEVICE void find_scales(const QuantizeParams& params, const Maxima& maxima, int64_t first_row, int64_t first_column,
+                        Storage& shared) {
+  const ThreadLine line(params, first_row, first_column);
+  const QuantizedMatrix& out = line.is_row ? params.along_rows : params.along_columns;
+  const bool is_wanted = out.data != nullptr && line.exists;
+  float largest = 0;
+  if (is_wanted) {
+    if (params.shape == ScaleShape::kSquareBlock)
+      largest = largest_of_warps(shared.warps, 1);
+    else if (params.shape == ScaleShape::kLineBlock)
+      largest = line.largest_of_tile(shared);
+    else
+      largest = arch::bits_float(arch::load_global<uint32_t>(params.shape == ScaleShape::kAll ? maxima.rows
+                                                             : line.is_row ? maxima.rows + line.line
+                                                                           : maxima.columns + line.line));
+  }
+  const float scale = scale_of<Out>(largest, params.power_of_two);
+  float& inverse = line.is_row ? shared.inverse_rows[line.index] : shared.inverse_columns[line.index];
+  arch::store_shared(arch::shared_address(&inverse), 1.0f / scale);
+  float* const to = is_wanted ? params.place_of_scale(out, line.line, line.block) : nullptr;
+  if (to != nullptr) arch::store_global(to, scale);
+}
+
+// Stores the rows of this thread in FP8.
 template <class In, class Out>
-GLOBAL(kThreads, 2)
-quantize_tile(GRID_CONSTANT QuantizeParams params, int column_tiles, Maxima maxima) {
-  SHARED_STORAGE(Storage, shared);
-  const int64_t first_row = int64_t(arch::block_x() / column_tiles) * kTile;
-  const int64_t first_column = int64_t(arch::block_x() % column_tiles) * kTile;
-  const ThreadTile<In> mine;
+DEVICE void store_rows(const QuantizeParams& params, const ThreadTile<In>& mine, int64_t first_row,
+                       int64_t first_column, const Storage& shared, const float (&x)[kOwn][kOwn]) {
+  constexpr int kVector = ThreadTile<In>::kVector;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int64_t row = first_row + mine.row + i;
+    const float inverse = read(shared.inverse_rows[mine.row + i]);
+    uint8_t* const to = static_cast<uint8_t*>(params.along_rows.data) + row * params.along_rows.line_stride;
+#pragma unroll
+    for (int v = 0; v < ThreadTile<In>::kVectors; ++v) {
+      const int64_t column = first_column + mine.column(v * kVector);
+      float scaled[kVector];
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) scaled[e] = x[i][v * kVector + e] * inverse;
+      if (row < params.rows && column < params.columns) arch::store_global(to + column, arch::words_of<Out>(scaled));
+    }
+  }
+}
+
+// Stores the columns of the tile in FP8, as rows of the transpose.
+template <class In, class Out>
+DEVICE void store_columns(const QuantizeParams& params, const ThreadTile<In>& mine, int64_t first_row,
+                          int64_t first_column, Storage& shared, const float (&x)[kOwn][kOwn]) {
   using Mine = ThreadTile<In>;
-  float x[kOwn][kOwn];
-  mine.load(params, first_row, first_column, x);
-
-  // Compute the scales of the tile's rows and columns, and store those that this tile is the first to have.
-  const bool is_all = params.shape == ScaleShape::kAll, is_line = params.shape == ScaleShape::kLine;
-  if (!is_all && !is_line) {
-    mine.store_largest(x, shared);
-    arch::sync_threads();
-  }
-  {
-    const ThreadLine line(params, first_row, first_column);
-    const QuantizedMatrix& out = line.is_row ? params.along_rows : params.along_columns;
-    float largest = 0;
-    if (out.data != nullptr && line.exists) {
-      if (is_all || is_line)
-        largest = arch::bits_float(arch::load_global<uint32_t>(is_all        ? maxima.rows
-                                                               : line.is_row ? maxima.rows + line.line
-                                                                             : maxima.columns + line.line));
-      else if (params.shape == ScaleShape::kLineBlock)
-        largest = line.largest_of_tile(shared);
-      else
-        largest = largest_of_warps(shared.warps, 1);
-    }
-    const float scale = scale_of<Out>(largest, params.power_of_two);
-    arch::store_shared(
-        arch::shared_address(line.is_row ? &shared.inverse_rows[line.index] : &shared.inverse_columns[line.index]),
-        1.0f / scale);
-    float* const to = out.data != nullptr && line.exists ? params.place_of_scale(out, line.line, line.block) : nullptr;
-    if (to != nullptr) arch::store_global(to, scale);
-  }
-  arch::sync_threads();
-
-  if (params.along_rows.data != nullptr) {
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int64_t y = first_row + mine.row + i;
-      const float inverse = read(shared.inverse_rows[mine.row + i]);
-      uint8_t* const to = static_cast<uint8_t*>(params.along_rows.data) + y * params.along_rows.line_stride;
-#pragma unroll
-      for (int v = 0; v < Mine::kVectors; ++v) {
-        const int64_t column = first_column + mine.column(v * Mine::kVector);
-        float scaled[Mine::kVector];
-#pragma unroll
-        for (int e = 0; e < Mine::kVector; ++e) scaled[e] = x[i][v * Mine::kVector + e] * inverse;
-        if (y < params.rows && column < params.columns) arch::store_global(to + column, arch::words_of<Out>(scaled));
-      }
-    }
-  }
-  if (params.along_columns.data == nullptr) return;
-
-  // Transpose through shared memory.
 #pragma unroll
   for (int j = 0; j < kOwn; ++j) {
     const int column = mine.column(j);
@@ -255,14 +246,33 @@ quantize_tile(GRID_CONSTANT QuantizeParams params, int column_tiles, Maxima maxi
     const int line = index / kChunks, first_chunk = index % kChunks * 2;
     // Two chunks that are next to each other, perhaps in the other order.
     const int chunk = Mine::chunk_of(line, first_chunk);
-    const auto two =
-        arch::load_shared<arch::Words4>(arch::shared_address(&shared.transposed[line][(chunk & ~1) * kOwn]));
+    const arch::SharedAddress from = arch::shared_address(&shared.transposed[line][(chunk & ~1) * kOwn]);
+    const auto two = arch::load_shared<arch::Words4>(from);
     const auto ordered = chunk % 2 == 0 ? two : arch::Words4{{two.data[2], two.data[3], two.data[0], two.data[1]}};
     const int64_t row = first_row + first_chunk * kOwn, column = first_column + line;
-    if (row < params.rows && column < params.columns)
-      arch::store_global(
-          static_cast<uint8_t*>(params.along_columns.data) + column * params.along_columns.line_stride + row, ordered);
+    uint8_t* const to = static_cast<uint8_t*>(params.along_columns.data) + column * params.along_columns.line_stride;
+    if (row < params.rows && column < params.columns) arch::store_global(to + row, ordered);
   }
+}
+
+// Grid: tiles. `maxima` as above, of the whole matrix; not read if scales are of blocks.
+template <class In, class Out>
+GLOBAL(kThreads, 2)
+quantize_tile(GRID_CONSTANT QuantizeParams params, int column_tiles, Maxima maxima) {
+  SHARED_STORAGE(Storage, shared);
+  const int64_t first_row = int64_t(arch::block_x() / column_tiles) * kTile;
+  const int64_t first_column = int64_t(arch::block_x() % column_tiles) * kTile;
+  const ThreadTile<In> mine;
+  float x[kOwn][kOwn];
+  mine.load(params, first_row, first_column, x);
+  if (!params.has_long_blocks()) {
+    mine.store_largest(x, shared);
+    arch::sync_threads();
+  }
+  find_scales<Out>(params, maxima, first_row, first_column, shared);
+  arch::sync_threads();
+  if (params.along_rows.data != nullptr) store_rows<In, Out>(params, mine, first_row, first_column, shared, x);
+  if (params.along_columns.data != nullptr) store_columns<In, Out>(params, mine, first_row, first_column, shared, x);
 }
 
 }  // namespace cuda_ext::quantize

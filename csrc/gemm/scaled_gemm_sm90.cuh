@@ -33,7 +33,7 @@ struct ScaledGemm {
   using OperandB = B;
   static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
   using Position = epilogue::TilePosition;
-  static constexpr bool kGrouped = false;
+  static constexpr Groups::Cut kCut = Groups::Cut::kNone;
   static constexpr bool kColumnsVary = columns_vary;  // as in ScaledPlan
   static constexpr bool kSwapped = false;
   static constexpr int kBlockM = config.block_m, kBlockN = kScaledBlockN;

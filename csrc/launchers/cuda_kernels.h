@@ -23,6 +23,7 @@ struct CudaKernels {
 
   void (*gemm)(const GemmParams&, const AllocateWorkspace&, void* stream, Float32Product, const Restriction&);
   sm90::GemmChoice (*choose_gemm_sm90)(const GemmParams&, Float32Product, const Restriction&);
+  sm90::GemmChoice (*choose_grouped)(const GemmParams&);
   rt::Device (*gemm_device)();
   sm90::ScaledChoice (*choose_scaled_gemm)(const ScaledGemmParams&);
   void (*scaled_gemm)(const ScaledGemmParams&, const sm90::ScaledPlan&, void* stream);
@@ -52,6 +53,7 @@ inline CudaKernels linked_cuda_kernels() {
       .layout = CudaKernels::kLayout,
       .gemm = launch_gemm_cuda,
       .choose_gemm_sm90 = choose_gemm_sm90,
+      .choose_grouped = choose_grouped_gemm,
       .gemm_device = gemm_cuda_device,
       .choose_scaled_gemm = choose_scaled_gemm_cuda,
       .scaled_gemm = launch_scaled_gemm_cuda,

@@ -3,9 +3,10 @@
 
 #include <torch/library.h>
 
+#include "gemm/grouped_plan_sm90.h"
 #include "gemm/plan_sm80.h"
-#include "gemm/plan_sm90.h"
-#include "ops/product.h"
+#include "ops/grouped_mm.h"
+#include "ops/scaled_mm.h"
 #include "ops/tuning.h"
 
 namespace cuda_ext {
@@ -53,7 +54,9 @@ Answer answer_sm80(const GemmParams& params, Float32Product float32, const rt::D
                    const std::string& refusal, const Restriction& only) {
   const sm80::Arithmetic arithmetic = sm80::arithmetic_of(params, float32);
   const sm80::Rates rates = sm80::rates_of(device);
-  sm80::GemmPlan plan = sm80::choose_plan(params, arithmetic, rates, only.sm80 ? only : Restriction{});
+  sm80::GemmPlan plan = params.groups.cut == Groups::Cut::kNone
+                            ? sm80::choose_plan(params, arithmetic, rates, only.sm80 ? only : Restriction{})
+                            : sm80::choose_grouped_plan(params, arithmetic, rates);
   const sm80::GemmConfig& tile = sm80::kTiles[int(arithmetic)][plan.shape];
   const double cycles = sm80::expected_cycles(plan, tile, arithmetic, rates);
   return {"sm_80", sm80::cost_of_k_tile(tile, arithmetic, rates).limit(), refusal,
@@ -79,15 +82,82 @@ void set_if_null(const void*& data) {
   if (data == nullptr) data = reinterpret_cast<const void*>(256);
 }
 
+// Of scaled_mm.
+Answer plan_scaled(const char* op, const Tensor& a, const Tensor& b, const std::optional<rt::Device>& named) {
+  CUDA_EXT_CHECK(a.dim() == 2 && b.dim() == 2 && is_fp8(b.scalar_type()) && a.size(1) == b.size(0), op,
+                 "expected a (M, K) and b (K, N), both of FP8, as scaled_mm takes them, got ", shape_string(a), " and ",
+                 shape_string(b), " of ", dtype_name(b.scalar_type()));
+  ScaledGemmParams params;
+  params.m = a.size(0);
+  params.n = b.size(1);
+  params.k = a.size(1);
+  params.out = {reinterpret_cast<void*>(256), Dtype::kBFloat16};
+  if (params.m == 0 || params.n == 0) return {"none", "", "", Numbers(), 0};
+  const CudaKernels* kernels = named ? nullptr : cuda_kernels(op, a.device());
+  if (!named && kernels == nullptr) return {"cpu", "", "", Numbers(), 0};
+  sm90::ScaledChoice choice;
+  launch_for(op, [&] {
+    const c10::OptionalDeviceGuard guard(named ? c10::optional<at::Device>() : a.device());
+    choice = named ? sm90::choose_scaled_plan(params, *named) : kernels->choose_scaled_gemm(params);
+  });
+  if (!choice.refusal.empty()) return {"composed", "", choice.refusal, Numbers(), 0};
+  const sm90::ScaledPlan& plan = choice.plan;
+  const sm90::ScaledConfig& config = sm90::kScaledConfigs[plan.config];
+  return {"sm_90", "", "",
+          numbers({{"block_m", config.block_m},
+                   {"block_n", sm90::kScaledBlockN},
+                   {"block_k", kScaleBlock},
+                   {"stages", config.stages},
+                   {"ping_pong", 0},
+                   {"cluster", plan.cluster},
+                   {"k_blocks", 1},
+                   {"splits", 1},
+                   {"threads", 128 * (1 + sm90::kConsumers)},
+                   {"grid_x", plan.clusters * plan.cluster},
+                   {"grid_y", 1},
+                   {"workspace", 0},
+                   {"copies", !has_aligned_lines(a) + 2 * !has_aligned_lines(b.t())}}),
+          0};
+}
+
+// Of grouped_mm.
+Answer plan_grouped(const char* op, const Tensor& a, const Tensor& b, const Tensor& offs, const OptionalTensor& bias,
+                    OptionalType out_dtype, const std::optional<rt::Device>& named) {
+  const CudaKernels* kernels = named ? nullptr : cuda_kernels(op, a.device());
+  GroupedCall call = describe_grouped(op, a, b, offs, bias, out_dtype, named || kernels != nullptr);
+  GemmParams& params = call.params;
+  params.out = {reinterpret_cast<void*>(256), to_dtype(call.type)};
+  set_if_null(params.a.data);
+  set_if_null(params.b.data);
+  if (is_given(bias)) set_if_null(params.bias.data);
+  if (params.m == 0 || params.n == 0 || params.groups.count == 0) return {"none", "", "", Numbers(), 0};
+  if (!named && kernels == nullptr) return {"cpu", "", "", Numbers(), 0};
+  if (a.scalar_type() == at::kDouble) return {"composed", "", "there are no kernels for float64", Numbers(), 0};
+  std::optional<Answer> answer;
+  launch_for(op, [&] {
+    const c10::OptionalDeviceGuard guard(named ? c10::optional<at::Device>() : a.device());
+    const rt::Device device = named ? *named : kernels->gemm_device();
+    const sm90::GemmChoice choice = named ? sm90::choose_grouped_plan(params, device) : kernels->choose_grouped(params);
+    answer = choice.plan ? answer_sm90(params, *choice.plan, device)
+                         : answer_sm80(params, float32_product(), device, choice.refusal, {});
+  });
+  return *answer;
+}
+
 // `compute_capability` and `num_sms`: of the device to plan for; 0: that of the tensors. `config`, `cluster`,
 // `k_blocks` and `splits`: as in Restriction, for wgmma.
 Answer gemm_plan(const Tensor& a, const Tensor& b, const OptionalTensor& c, const OptionalTensor& bias,
-                 const OptionalTensor& residual, ActivationName activation, double alpha, double beta,
-                 OptionalType out_dtype, bool gated, bool save_preact, int64_t compute_capability, int64_t num_sms,
-                 int64_t config, int64_t cluster, int64_t k_blocks, int64_t splits) {
+                 const OptionalTensor& residual, const OptionalTensor& offs, ActivationName activation, double alpha,
+                 double beta, OptionalType out_dtype, bool gated, bool save_preact, int64_t compute_capability,
+                 int64_t num_sms, int64_t config, int64_t cluster, int64_t k_blocks, int64_t splits) {
   constexpr const char* op = "gemm_plan";
   check_given(op, "a", a);
   check_given(op, "b", b);
+  std::optional<rt::Device> of_name;
+  if (compute_capability != 0)
+    of_name = rt::Device{int(compute_capability), int(num_sms), rt::shared_bytes_of_sm(int(compute_capability))};
+  if (is_fp8(a.scalar_type())) return plan_scaled(op, a, b, of_name);
+  if (is_given(offs)) return plan_grouped(op, a, b, *offs, bias, out_dtype, of_name);
   GemmCall call = describe_gemm(op, a, b, c, bias, activation, alpha, beta, out_dtype);
   GemmParams& params = call.params;
   if (gated) {
@@ -143,8 +213,9 @@ Answer gemm_plan(const Tensor& a, const Tensor& b, const OptionalTensor& c, cons
 
 TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   m.def(
-      "_gemm_plan(Tensor a, Tensor b, Tensor? c, Tensor? bias, Tensor? residual, str? activation, float alpha, "
-      "float beta, ScalarType? out_dtype, bool gated, bool save_preact, int compute_capability, int num_sms, "
+      "_gemm_plan(Tensor a, Tensor b, Tensor? c, Tensor? bias, Tensor? residual, Tensor? offs, str? activation, "
+      "float alpha, float beta, ScalarType? out_dtype, bool gated, bool save_preact, int compute_capability, int "
+      "num_sms, "
       "int config=-1, int cluster=0, int k_blocks=0, int splits=0) -> (str, str, str, Dict(str, int), float)",
       cuda_ext::gemm_plan);
 }

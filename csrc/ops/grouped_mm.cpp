@@ -6,6 +6,7 @@
 
 #include "gemm/grouped_gemm.h"
 #include "ops/gemm_autograd.h"
+#include "ops/grouped_mm.h"
 
 namespace cuda_ext {
 namespace {
@@ -62,42 +63,51 @@ GroupedShape check_grouped(const Tensor& a, const Tensor& b, const Tensor& offs,
   return shape;
 }
 
-Tensor grouped_mm(const Tensor& given_a, const Tensor& given_b, const Tensor& offs, const OptionalTensor& bias,
-                  OptionalType out_dtype) {
-  check_floating(kOp, "mat_a", given_a);
-  const auto type = output_type(kOp, out_dtype, given_a.scalar_type());
+}  // namespace
+
+GroupedCall describe_grouped(const char* op, const Tensor& given_a, const Tensor& given_b, const Tensor& offs,
+                             const OptionalTensor& bias, OptionalType out_dtype, bool for_gpu) {
+  check_floating(op, "mat_a", given_a);
+  const auto type = output_type(op, out_dtype, given_a.scalar_type());
   const GroupedShape shape = check_grouped(given_a, given_b, offs, bias, type);
-  Tensor out = empty_beside(given_a, shape.out(), type);
-  if (out.numel() == 0) return out;
-  Tensor a = given_a, b = given_b;
-  const Tensor ends = offs.to(at::kInt).contiguous();
-  if (cuda_kernels(kOp, a.device()) == nullptr) {
-    check_ends(ends, shape.cuts_rows ? shape.m : shape.k);
-  } else {  // as GroupedGemm needs them
-    a = shape.cuts_rows ? with_contiguous_rows(a) : with_contiguous_rows(a.t()).t();
-    b = shape.cuts_rows ? with_unit_stride(b) : with_contiguous_rows(b);
+  GroupedCall call{{}, given_a, given_b, offs.to(at::kInt).contiguous(), shape.out(), type};
+  if (!for_gpu) {
+    check_ends(call.ends, shape.cuts_rows ? shape.m : shape.k);
+  } else {  // rows contiguous along k, or b along n; terms along m and n
+    call.a = shape.cuts_rows ? with_contiguous_rows(given_a) : with_contiguous_rows(given_a.t()).t();
+    call.b = shape.cuts_rows ? with_unit_stride(given_b) : with_contiguous_rows(given_b);
   }
-  GemmParams params;
+  GemmParams& params = call.params;
   params.m = shape.m;
   params.n = shape.n;
   params.k = shape.k;
-  params.a = matrix(a);
-  params.b = matrix(b);
+  params.a = matrix(call.a);
+  params.b = matrix(call.b);
   params.batch_dims = 1;
   params.batch_sizes[0] = shape.groups;
-  if (shape.cuts_rows) params.b.batch_strides[0] = b.stride(0);
+  if (shape.cuts_rows) params.b.batch_strides[0] = call.b.stride(0);
   if (is_given(bias)) {
     params.bias = matrix(*bias);
     params.bias.batch_strides[0] = bias->stride(0);
   }
-  params.groups = {shape.cuts_rows ? Groups::Cut::kRows : Groups::Cut::kTerms, ends.const_data_ptr<int32_t>(),
-                   shape.groups};
+  const auto cut = shape.cuts_rows ? Groups::Cut::kRows : Groups::Cut::kTerms;
+  params.groups = {cut, static_cast<const int32_t*>(call.ends.const_data_ptr()), shape.groups};
   params.batch_invariant = is_batch_invariant();
-  params.out = output(out);
-  if (shape.groups == 0)
-    out.zero_();
-  else
-    run_gemm(kOp, out, params);
+  return call;
+}
+
+namespace {
+
+Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs, const OptionalTensor& bias,
+                  OptionalType out_dtype) {
+  check_floating(kOp, "mat_a", a);
+  const bool for_gpu = cuda_kernels(kOp, a.device()) != nullptr;
+  GroupedCall call = describe_grouped(kOp, a, b, offs, bias, out_dtype, for_gpu);
+  Tensor out = empty_beside(a, call.sizes, call.type);
+  if (out.numel() == 0) return out;
+  if (call.params.groups.count == 0) return out.zero_();
+  call.params.out = output(out);
+  run_gemm(kOp, out, call.params);
   return out;
 }
 

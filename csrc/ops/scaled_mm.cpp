@@ -9,16 +9,26 @@
 #include "gemm/scaled_gemm.h"
 #include "ops/gemm_autograd.h"
 #include "ops/gemm_composed.h"
+#include "ops/scaled_mm.h"
 
 namespace cuda_ext {
+
+constexpr int64_t kAlignment = 16;  // of the lines that TMA reads, in bytes
+
+bool is_fp8(at::ScalarType type) { return type == at::kFloat8_e4m3fn || type == at::kFloat8_e5m2; }
+
+bool has_aligned_lines(const Tensor& matrix) {
+  const bool aligned = matrix.size(0) == 1 || (matrix.stride(0) > 0 && matrix.stride(0) % kAlignment == 0);
+  return aligned && (matrix.size(1) == 1 || matrix.stride(1) == 1) &&
+         reinterpret_cast<uintptr_t>(matrix.const_data_ptr()) % kAlignment == 0;
+}
+
 namespace {
 
 constexpr const char* kOp = "scaled_mm";
 constexpr const char* kQuantize = "quantize_fp8";
 
 int64_t blocks_of(int64_t size) { return (size + kScaleBlock - 1) / kScaleBlock; }
-
-bool is_fp8(at::ScalarType type) { return type == at::kFloat8_e4m3fn || type == at::kFloat8_e5m2; }
 
 void check_fp8(const char* argument, const Tensor& tensor) {
   check_given(kOp, argument, tensor);
@@ -87,22 +97,14 @@ ScaleLines check_scales(const char* argument, const Tensor& scales, int64_t scal
   }
 }
 
-constexpr int64_t kAlignment = 16;  // of the lines that TMA reads, in bytes
-
 // A matrix of FP8, (lines, elements), whose lines are aligned.
 Tensor empty_lines(const Tensor& beside, int64_t lines, int64_t elements, at::ScalarType type) {
   const int64_t pitch = (elements + kAlignment - 1) / kAlignment * kAlignment;
   return empty_beside(beside, {lines, pitch}, type).narrow(1, 0, elements);
 }
 
-// A matrix as the kernel on wgmma reads operands, copied if it is not: contiguous along its second dim, lines aligned.
 Tensor with_aligned_lines(const Tensor& matrix) {
-  const auto is_aligned = [&] {
-    const bool lines = matrix.size(0) == 1 || (matrix.stride(0) > 0 && matrix.stride(0) % kAlignment == 0);
-    return lines && (matrix.size(1) == 1 || matrix.stride(1) == 1) &&
-           reinterpret_cast<uintptr_t>(matrix.const_data_ptr()) % kAlignment == 0;
-  };
-  if (is_aligned()) return matrix;
+  if (has_aligned_lines(matrix)) return matrix;
   Tensor lines = empty_lines(matrix, matrix.size(0), matrix.size(1), matrix.scalar_type());
   lines.copy_(matrix);
   return lines;

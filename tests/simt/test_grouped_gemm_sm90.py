@@ -70,6 +70,47 @@ def test_integers_are_exact(shape: str, dtype: torch.dtype, along_k: bool) -> No
     assert counters["mma"] == 0 and (counters["wgmma"] > 0) == (begin > 0)
 
 
+# Terms of the groups, rows, columns, SMs, terms after the last group. Around a k tile and its multiples; none.
+TERMS: dict[str, tuple[list[int], int, int, int, int]] = {
+    "one consumer's tile, several items": ([1, 63, 64, 65, 0, 130, 127], 120, 72, 2, 9),
+    "both consumers' tile": ([100, 0, 128, 129, 33], 136, 264, 3, 0),
+    "clusters": ([70, 0, 200], 256, 72, 4, 40),
+    "clusters of wide tiles": ([5, 300], 200, 392, 4, 3),
+    "more groups than SMs": ([3] * 20 + [0] * 10, 16, 40, 4, 1),
+    "one group of all": ([300], 256, 512, 1, 0),
+    "no terms in any group": ([0, 0, 0], 64, 64, 2, 50),
+}
+
+
+def problem_of_terms(shape: str, dtype: torch.dtype, small_integers: bool) -> tuple[list[Tensor], Options, int]:
+    terms, m, n, processors, rest = TERMS[shape]
+
+    def matrix(*size: int) -> Tensor:
+        numbers = (torch.randint(-4, 5, size) if small_integers else torch.randn(size)).to(dtype)
+        numbers[sum(terms) :] = torch.nan  # these belong to no group
+        return numbers
+
+    options: Options = {"offs": torch.tensor(terms).cumsum(0).to(torch.int32)}
+    if random.random() < 0.5:
+        options["out_dtype"] = torch.float32
+    return [matrix(sum(terms) + rest, m).t(), matrix(sum(terms) + rest, n)], options, processors
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", TERMS)
+def test_sums_of_groups_of_terms_are_exact(shape: str, dtype: torch.dtype) -> None:
+    (a, b), options, processors = problem_of_terms(shape, dtype, small_integers=True)
+    b[0] = torch.inf  # of the first group with terms only
+    seed = random.randrange(2**31)
+    out, counters, _ = run([a, b], options, processors=processors, mode="lazy", schedule="pct", seed=seed)
+    begin = 0
+    for group, end in enumerate(options["offs"].tolist()):
+        expected = (a[:, begin:end].double() @ b[begin:end].double()).to(out.dtype)
+        torch.testing.assert_close(out[group], expected, rtol=0, atol=0, equal_nan=True)
+        begin = end
+    assert counters["mma"] == 0 and counters["wgmma"] > 0
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -114,10 +155,17 @@ def test_gradients(along_k: bool) -> None:
 RACES = ("one consumer's tile, several items", "both consumers' tile", "clusters", "clusters of wide tiles")
 
 
+def race_problem(shape: str, terms: bool) -> tuple[list[Tensor], Options, int]:
+    if terms:
+        return problem_of_terms(shape, torch.bfloat16, small_integers=False)
+    return problem(shape, torch.bfloat16, random.random() < 0.5, small_integers=False)
+
+
 @pytest.mark.sampled(check="races")
+@pytest.mark.parametrize("terms", [False, True], ids=["rows", "terms"])
 @pytest.mark.parametrize("shape", RACES)
-def test_no_races(shape: str) -> None:
-    operands, options, processors = problem(shape, torch.bfloat16, random.random() < 0.5, small_integers=False)
+def test_no_races(shape: str, terms: bool) -> None:
+    operands, options, processors = race_problem(shape, terms)
     expected, _, _ = run(operands, options, processors=processors, check_races=True)
     for mode, schedule in (("lazy", "fifo"), ("lazy", "pct"), ("eager", "pct")):
         seed = random.randrange(2**31)
@@ -129,13 +177,15 @@ def test_no_races(shape: str) -> None:
 HARMLESS = {
     "arch::grid_dependency_wait();": "here the kernel before it, which clears other rows, has ended",
     "arch::grid_launch_dependents();": "lets the next kernel begin sooner",
+    "kTurnBarriers + ConsumerThreads::consumer()": "only the order in which consumers multiply depends on it",
 }
 
 
 @pytest.mark.sampled(check="races", slow=True)
-def test_removal_of_any_synchronisation_is_noticed() -> None:
+@pytest.mark.parametrize("terms", [False, True], ids=["rows", "terms"])
+def test_removal_of_any_synchronisation_is_noticed(terms: bool) -> None:
     def once(shape: str) -> Any:
-        operands, options, processors = problem(shape, torch.bfloat16, True, small_integers=False)
+        operands, options, processors = race_problem(shape, terms)
 
         def of(**emulation: Any) -> tuple[list[Tensor], list[Any]]:
             out, _, sites = run(operands, options, processors=processors, **emulation)

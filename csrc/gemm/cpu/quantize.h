@@ -82,7 +82,8 @@ class Quantizer {
                               : std::clamp<int64_t>(32768 / p_.columns, 1, kScaleBlock);
     const bool first_pass = p_.has_long_blocks() && !(p_.shape == ScaleShape::kLine && whole_rows);
     const int64_t panels = ceil_div(p_.rows, panel);
-    const Scratch scratch(first_pass ? (p_.rows + (panels + 1) * p_.columns) * int64_t(sizeof(float)) : 0);
+    const int64_t lines = !has_columns ? 0 : p_.shape == ScaleShape::kLine ? 1 + panels : 1;  // of of_columns
+    const Scratch scratch(first_pass ? (p_.rows + lines * p_.columns) * int64_t(sizeof(float)) : 0);
     float *const of_rows = scratch.as<float>(), *const of_columns = of_rows + p_.rows;
     if (first_pass) find_long_blocks(panel, of_rows, of_columns);
     parallel_for(panels, 1, [&](int64_t begin, int64_t end) {
@@ -122,8 +123,8 @@ class Quantizer {
     }
   }
 
-  // of_rows (rows,) and of_columns (1 + panels, columns), whose first line are the results: the largest magnitudes of
-  // whole rows and columns, or of all.
+  // of_rows (rows,) and of_columns (1, columns), or (1 + panels, columns) for scales of columns: the largest magnitudes
+  // of whole rows and, in the first line, columns, or of all.
   void find_long_blocks(int64_t panel, float* of_rows, float* of_columns) const {
     const bool has_columns = p_.along_columns.data != nullptr && p_.shape == ScaleShape::kLine;
     const int64_t panels = ceil_div(p_.rows, panel);
@@ -139,7 +140,7 @@ class Quantizer {
     if (p_.shape == ScaleShape::kAll) {
       const float largest = *std::max_element(of_rows, of_rows + p_.rows);
       std::fill_n(of_rows, p_.rows, largest);
-      std::fill_n(of_columns, p_.columns, largest);
+      if (p_.along_columns.data != nullptr) std::fill_n(of_columns, p_.columns, largest);
     } else if (has_columns) {
       std::fill_n(of_columns, p_.columns, 0.0f);
       for (int64_t index = 1; index <= panels; ++index)

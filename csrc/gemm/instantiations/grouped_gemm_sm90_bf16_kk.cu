@@ -1,8 +1,8 @@
-// Grouped products of bfloat16; b contiguous along k.
+// Grouped products of bfloat16: groups of rows; a contiguous along k, b along k.
 #include "gemm/grouped_gemm_sm90_launch.cuh"
 
 namespace cuda_ext::sm90 {
 
-template struct GroupedGemmSm90<bfloat16_t, true>;
+template struct GroupedGemmSm90<bfloat16_t, true, true>;
 
 }  // namespace cuda_ext::sm90

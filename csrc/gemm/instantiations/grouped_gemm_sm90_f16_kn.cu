@@ -1,8 +1,8 @@
-// Grouped products of float16; b contiguous along n.
+// Grouped products of float16: groups of rows; a contiguous along k, b along n.
 #include "gemm/grouped_gemm_sm90_launch.cuh"
 
 namespace cuda_ext::sm90 {
 
-template struct GroupedGemmSm90<half_t, false>;
+template struct GroupedGemmSm90<half_t, true, false>;
 
 }  // namespace cuda_ext::sm90

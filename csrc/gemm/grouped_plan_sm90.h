@@ -1,0 +1,42 @@
+// Chooses how a grouped product runs on wgmma (sm_90a). No header of CUDA is needed.
+#pragma once
+
+#include "gemm/grouped_gemm_sm90.h"
+#include "gemm/plan_sm90.h"
+
+namespace cuda_ext::sm90 {
+
+// The host does not know the groups: the plan is for groups of the same size.
+inline GemmChoice choose_grouped_plan(const GemmParams& params, const rt::Device& device) {
+  GemmChoice choice;
+  const auto refuse = [&](std::string why) {
+    choice.refusal = std::move(why);
+    return choice;
+  };
+  OperandLoads a, b;
+  const bool of_rows = params.groups.cut == Groups::Cut::kRows;
+  if (params.a.dtype == Dtype::kFloat32) return refuse("float32 has a kernel on mma.sync only");
+  if (std::string why = refusal_of(params, false, device, a, b); !why.empty()) return refuse(why);
+  if (side_a(params).k_major != of_rows || (side_b(params).k_major && !of_rows))
+    return refuse(of_rows ? "a is not contiguous along k" : "an operand is contiguous along k");
+  if (!can_store_by_tma(params)) return refuse("the output's rows do not begin at multiples of 16 bytes");
+  GemmParams of_all = params;  // one product, whose tiles are those of all groups
+  if (of_rows) of_all.batch_dims = 0;
+  const int index = kGroupedConfigs[params.n > kConfigs[kGroupedConfigs[1]].block_n ? 0 : 1];
+  const GemmConfig& config = kConfigs[index];
+  // Blocks that share b have tiles of the same group: of an odd number, one block has none.
+  const int64_t row_tiles = ceil_div(of_rows ? ceil_div(params.m, params.groups.count) : params.m, config.block_m);
+  const int cluster = (of_rows ? row_tiles >= 4 : row_tiles % 2 == 0) && device.num_sms > 1 ? 2 : 1;
+  GemmPlan plan = make_plan(of_all, index, cluster, a, b);
+  plan.split_k_tiles = plan.all_k_tiles;
+  plan.raster = 8 / cluster;
+  // Each group of rows may have a tile that is not full.
+  const int64_t row_groups =
+      of_rows ? params.m / (config.block_m * cluster) + params.groups.count : int64_t(plan.row_groups) * plan.batches;
+  plan.items = checked_count(row_groups * plan.column_tiles, "tiles of the output");
+  plan.clusters = std::min(plan.items, std::max(1, device.num_sms / cluster));
+  choice.plan = plan;
+  return choice;
+}
+
+}  // namespace cuda_ext::sm90

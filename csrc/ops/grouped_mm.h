@@ -1,0 +1,20 @@
+// Grouped products as parameters of the kernels.
+#pragma once
+
+#include "ops/product.h"
+
+namespace cuda_ext {
+
+// A call of grouped_mm, and the tensors to which its parameters refer. The output is not in them.
+struct GroupedCall {
+  GemmParams params;
+  Tensor a, b, ends;
+  Sizes sizes;  // of the output
+  at::ScalarType type;
+};
+
+// Checks the arguments. for_gpu: operands are copied if CUDA kernels cannot read them; else `offs` is checked, too.
+GroupedCall describe_grouped(const char* op, const Tensor& a, const Tensor& b, const Tensor& offs,
+                             const OptionalTensor& bias, OptionalType out_dtype, bool for_gpu);
+
+}  // namespace cuda_ext

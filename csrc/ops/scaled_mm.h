@@ -1,0 +1,13 @@
+// Operands of scaled_mm.
+#pragma once
+
+#include "ops/op.h"
+
+namespace cuda_ext {
+
+bool is_fp8(at::ScalarType type);
+
+// Whether the kernel on wgmma reads a matrix in place: contiguous along its second dim, lines aligned.
+bool has_aligned_lines(const Tensor& matrix);
+
+}  // namespace cuda_ext
