@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from cuda_ext._experts import mixture_of_experts
     from cuda_ext._gemm import batch_invariant, gated_linear, gated_mlp, gemm, linear, mlp
     from cuda_ext._grouped_mm import grouped_mm
-    from cuda_ext._scaled_mm import scaled_mm
+    from cuda_ext._scaled_mm import scaled_grouped_mm, scaled_mm
     from cuda_ext.attention import flash_attention, flash_attention_varlen
     from cuda_ext.block_mask import BlockMask
     from cuda_ext.integrations.patching import patch, unpatch
@@ -75,6 +75,7 @@ __all__ = [
     "nn",
     "ops",
     "patch",
+    "scaled_grouped_mm",
     "scaled_mm",
     "testing",
     "tuning",
@@ -100,6 +101,7 @@ _MODULE_OF = {
     "mixture_of_experts": "_experts",
     "mlp": "_gemm",
     "patch": "integrations.patching",
+    "scaled_grouped_mm": "_scaled_mm",
     "scaled_mm": "_scaled_mm",
     "unpatch": "integrations.patching",
 }

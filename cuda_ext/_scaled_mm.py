@@ -13,7 +13,7 @@ from cuda_ext._checks import check_constants
 from cuda_ext._load import ops
 from cuda_ext._toolchain import NAMESPACE
 
-__all__ = ["scaled_mm"]
+__all__ = ["scaled_grouped_mm", "scaled_mm"]
 
 _NAME = f"{NAMESPACE}::scaled_mm"
 _scaled_mm = ops.scaled_mm.default
@@ -37,6 +37,23 @@ def scaling_number(scaling: Any, op: str = f"{NAMESPACE}::quantize_fp8", argumen
     if name not in _SCALINGS:
         raise RuntimeError(f"{op}: expected {argument} of {', '.join(_SCALINGS)}, got {scaling!r}")
     return _SCALINGS[name]
+
+
+def _check_defaults(op: str, swizzle_a: Any, swizzle_b: Any, contraction_dim: Sequence[int]) -> None:
+    """Of arguments that PyTorch has for other formats."""
+    for argument, swizzle in (("swizzle_a", swizzle_a), ("swizzle_b", swizzle_b)):
+        swizzle = _only(argument, swizzle)
+        if swizzle is not None and getattr(swizzle, "name", None) != "NO_SWIZZLE":
+            raise RuntimeError(f"{op}: expected no {argument}, got {swizzle!r}")
+    if tuple(contraction_dim) not in ((), (1, 0), (-1, -2), (1, -2), (-1, 0)):
+        raise RuntimeError(f"{op}: expected contraction_dim () or (1, 0), got {tuple(contraction_dim)}")
+
+
+def _scaling_numbers(op: str, scale_recipe_a: Any, scale_recipe_b: Any) -> list[int]:
+    return [
+        scaling_number(_only(argument, scaling), op, argument)
+        for argument, scaling in (("scale_recipe_a", scale_recipe_a), ("scale_recipe_b", scale_recipe_b))
+    ]
 
 
 def scaled_mm(
@@ -91,17 +108,9 @@ def scaled_mm(
             no derivative. `cuda_ext.fp8.linear` has.
         NotImplementedError: CUDA tensors, if no CUDA kernel is built.
     """
-    for argument, swizzle in (("swizzle_a", swizzle_a), ("swizzle_b", swizzle_b)):
-        swizzle = _only(argument, swizzle)
-        if swizzle is not None and getattr(swizzle, "name", None) != "NO_SWIZZLE":
-            raise RuntimeError(f"{_NAME}: expected no {argument}, got {swizzle!r}")
-    if tuple(contraction_dim) not in ((), (1, 0), (-1, -2), (1, -2), (-1, 0)):
-        raise RuntimeError(f"{_NAME}: expected contraction_dim () or (1, 0), got {tuple(contraction_dim)}")
     check_constants("scaled_mm", beta=beta)
-    numbers = [
-        scaling_number(_only(argument, scaling), _NAME, argument)
-        for argument, scaling in (("scale_recipe_a", scale_recipe_a), ("scale_recipe_b", scale_recipe_b))
-    ]
+    _check_defaults(_NAME, swizzle_a, swizzle_b, contraction_dim)
+    numbers = _scaling_numbers(_NAME, scale_recipe_a, scale_recipe_b)
     dtype = torch.bfloat16 if output_dtype is None else output_dtype
     out: Tensor = _scaled_mm(
         mat_a,
@@ -116,3 +125,62 @@ def scaled_mm(
         output_dtype=torch.float32 if dtype in _FP8 else dtype,
     )
     return out.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype) if dtype in _FP8 else out
+
+
+def scaled_grouped_mm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    scale_a: Tensor | Sequence[Tensor],
+    scale_recipe_a: Any,
+    scale_b: Tensor | Sequence[Tensor],
+    scale_recipe_b: Any,
+    swizzle_a: Any = None,
+    swizzle_b: Any = None,
+    bias: Tensor | None = None,
+    offs: Tensor | None = None,
+    output_dtype: torch.dtype | None = torch.bfloat16,
+    contraction_dim: Sequence[int] = (),
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """`scaled_mm` of groups of rows, each with a matrix of its own, as `cuda_ext.grouped_mm`; with the arguments of
+    `torch.nn.functional.scaled_grouped_mm` in their order.
+
+    Group ``g`` has the rows ``[offs[g - 1], offs[g])`` of `mat_a`. Groups may be empty; rows after the last are 0. The
+    host does not read `offs`. On Hopper a kernel finds the groups on the device and multiplies on the tensor cores of
+    FP8, if `mat_b` is float8_e4m3fn and rows of the output are whole units of 16 bytes; matrices of `mat_b` that are
+    not contiguous along K, or whose lines are not aligned to 16 bytes, are copied. Elsewhere on CUDA operands are
+    converted to bfloat16 for `cuda_ext.grouped_mm`.
+
+    Args:
+        mat_a: ``(T, K)``, float8_e4m3fn or float8_e5m2.
+        mat_b: ``(groups, K, N)``, either format. The weights of linear layers, ``(groups, N, K)``, are ``weights.mT``.
+        scale_a: ``"TensorWise"``, one element; ``"RowWise"``, ``(T, 1)``; ``"BlockWise1x128"``,
+            ``(T, ceil(K / 128))``.
+        scale_b: ``"TensorWise"``, one element, or ``(groups,)``; ``"RowWise"``, ``(groups, N)``;
+            ``"BlockWise128x128"``, ``(groups, ceil(K / 128), ceil(N / 128))``.
+        scale_recipe_a, scale_recipe_b: a `torch.nn.functional.ScalingType` or its name.
+        swizzle_a, swizzle_b, contraction_dim: as PyTorch's defaults, for its other formats.
+        bias: ``(groups, N)``, added to the rows of each group; float32, float16 or bfloat16.
+        offs: ``(groups,)``, int32 or int64: ends, which do not decrease, up to ``T``.
+        output_dtype: bfloat16 (default), float16 or float32.
+        use_fast_accum: no effect.
+
+    Returns:
+        ``(T, N)``, rounded once from a sum in float32.
+
+    Raises:
+        RuntimeError: wrong shapes, dtypes, devices or scalings, a tensor that requires grad; on a CPU also ends that
+            decrease or are out of range.
+        NotImplementedError: CUDA tensors, if no CUDA kernel is built.
+    """
+    op = f"{NAMESPACE}::scaled_grouped_mm"
+    _check_defaults(op, swizzle_a, swizzle_b, contraction_dim)
+    numbers = _scaling_numbers(op, scale_recipe_a, scale_recipe_b)
+    if offs is None:
+        raise RuntimeError(f"{op}: expected offs, the ends of the groups, got None; without groups call scaled_mm")
+    scales = _only("scale_a", scale_a), _only("scale_b", scale_b)
+    dtype = torch.bfloat16 if output_dtype is None else output_dtype
+    out: Tensor = ops.scaled_grouped_mm.default(
+        mat_a, mat_b, scales[0], numbers[0], scales[1], numbers[1], offs, bias, output_dtype=dtype
+    )
+    return out

@@ -46,6 +46,7 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
                 "gated_mlp",
                 "grouped_mm",
                 "scaled_mm",
+                "scaled_grouped_mm",
                 "mixture_of_experts",
                 "gemm_plan",
                 "batch_invariant",

@@ -344,6 +344,33 @@ def grouped(rows: list[int], n: int, k: int, dtype: torch.dtype, layout: str, re
     } | again(run, a, b)
 
 
+def scaled_groups(rows: list[int], n: int, k: int, scalings: tuple[str, str], of_left: torch.dtype) -> Results:
+    """Products of FP8 of groups of rows, beside the product of each group."""
+    left, right = scalings
+    offs = torch.tensor(rows).cumsum(0).to(torch.int32)
+    a, scale_a = fp8.quantize(torch.randn(sum(rows), k), left, dtype=of_left)
+    each = [fp8.quantize(torch.randn(n, k), right) for _ in rows]
+    b, scale_b = torch.stack([data.contiguous() for data, _ in each]).mT, torch.stack([scales for _, scales in each])
+    out = cuda_ext.scaled_grouped_mm(a, b, scale_a, left, scale_b, right, offs=offs)
+    parts = zip(a.split(rows), scale_a.split(rows), each, strict=True)
+    exact = [
+        testing.reference_scaled_mm(part, data.t(), scale, left, scales, right) for part, scale, (data, scales) in parts
+    ]
+    return {name_of(BFLOAT16): (out, torch.cat(exact))}
+
+
+def scaled_groups_cases(large: bool) -> Iterator[Case]:
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    sizes: list[tuple[list[int], int, int]] = [([1, 17, 0, 130], 264, 300)]
+    if large:
+        sizes += [([600, 0, 2049, 513], 1000, 1032), ([50] * 100, 768, 512)]
+    for (rows, n, k), scalings, of_left in itertools.product(
+        sizes, (("RowWise", "RowWise"), ("BlockWise1x128", "BlockWise128x128")), (e4m3, e5m2)
+    ):
+        name = f"scaled_grouped_mm {scalings[0]} {name_of(of_left)} {len(rows)} groups, {sum(rows)} x {n} x {k}"
+        yield name, partial(scaled_groups, rows, n, k, scalings, of_left)
+
+
 def grouped_cases(large: bool) -> Iterator[Case]:
     """Groups around a slab and a tile, empty ones, clusters; every layout of the kernel on wgmma, and mma.sync."""
     sizes: list[tuple[list[int], int, int, int]] = [([1, 17, 0, 130], 264, 72, 9)]
@@ -367,6 +394,7 @@ def gemm_cases(large: bool) -> Iterator[Case]:
     yield from quantised_cases(large)
     yield from scaled_cases(large)
     yield from grouped_cases(large)
+    yield from scaled_groups_cases(large)
     if large:  # whole tiles, many waves, split k
         for m, n, k in ((1024, 1024, 1024), (4096, 2048, 1024), (64, 1024, 8192), (1000, 1000, 1000)):
             yield f"gemm bfloat16 nn {m} x {n} x {k}", partial(gemm, m, n, k, BFLOAT16)

@@ -128,14 +128,16 @@ def layers() -> str:
 
 
 def grouped() -> str:
-    """Grouped products of bfloat16."""
-    head = ["rows, groups, N, K", "tile", "time, µs", "TFLOP/s", "limit"]
+    """Grouped products of bfloat16 and FP8."""
+    head = ["rows, groups, N, K", "bfloat16: tile", "time, µs", "TFLOP/s", "limit"]
+    head += ["FP8: tile", "time, µs", "TFLOP/s", "limit"]
     rows = []
     for shape in GROUPED:
-        p = predict_grouped(SCALED_GPU, *shape)
-        seconds = p.time.seconds
-        cells = [f"{1e6 * seconds:.0f}", f"{p.flops / seconds / 1e12:.0f}", p.time.binding]
-        rows.append([", ".join(map(str, shape)), p.tile, *cells])
+        cells = []
+        for p in (predict_grouped(SCALED_GPU, *shape), predict_grouped(SCALED_GPU, *shape, float8=True)):
+            seconds = p.time.seconds
+            cells += [p.tile, f"{1e6 * seconds:.0f}", f"{p.flops / seconds / 1e12:.0f}", p.time.binding]
+        rows.append([", ".join(map(str, shape)), *cells])
     return markdown(head, rows)
 
 

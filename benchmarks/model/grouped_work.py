@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from benchmarks.model.evidence import Evidence, NotModelledError
 from benchmarks.model.gemm_sm90_work import choose, gemm_sm90_work
 from benchmarks.model.gpus import Gpu
-from benchmarks.model.work import Time, time_of
+from benchmarks.model.scaled_work import scaled_work
+from benchmarks.model.work import Time, Work, time_of
 
 TILE_ROWS, SIZE = 128, 2
 WIDE, NARROW = 0, 2  # of kConfigs, as kGroupedConfigs
@@ -24,8 +25,31 @@ class GroupedPrediction:
     time: Time
 
 
-def predict_grouped(gpu: Gpu, rows: int, groups: int, n: int, k: int) -> GroupedPrediction:
-    """bfloat16; groups of random sizes, whose last tile is half full on average."""
+def predict_grouped(gpu: Gpu, rows: int, groups: int, n: int, k: int, float8: bool = False) -> GroupedPrediction:
+    """bfloat16, or FP8 with an output in bfloat16; groups of random sizes, whose last tile is half full on average."""
+    tile, work = (_scaled if float8 else _bfloat16)(gpu, rows, groups, n, k)
+    persistent = work.persistent
+    assert persistent is not None
+    size = 1 if float8 else SIZE
+    time = time_of(
+        dataclasses.replace(
+            work,
+            memory_bytes=float(size * (rows * k + groups * n * k) + SIZE * rows * n),
+            launches=work.launches + 1,  # one more kernel clears the rows after the last group
+            persistent=dataclasses.replace(persistent, restart=persistent.restart + FIND),
+        ),
+        gpu,
+    )
+    return GroupedPrediction(tile, 2.0 * rows * n * k, time)
+
+
+def _scaled(gpu: Gpu, rows: int, groups: int, n: int, k: int) -> tuple[str, Work]:
+    average = math.ceil(rows / groups)
+    block_m = 256 if math.ceil(average / 256) * 2560 <= math.ceil(average / 128) * 1408 else 128  # as the plan
+    return scaled_work(gpu, math.ceil(rows / block_m + groups / 2) * block_m, n, k)
+
+
+def _bfloat16(gpu: Gpu, rows: int, groups: int, n: int, k: int) -> tuple[str, Work]:
     cluster = 2 if math.ceil(rows / groups / TILE_ROWS) >= 4 else 1
     tile_rows = TILE_ROWS * cluster
     padded = math.ceil(rows / tile_rows + groups / 2) * tile_rows
@@ -33,15 +57,4 @@ def predict_grouped(gpu: Gpu, rows: int, groups: int, n: int, k: int) -> Grouped
     if plan is None:
         raise NotModelledError(f"grouped products are modelled on wgmma, which {gpu.name} does not have")
     work = gemm_sm90_work(gpu, Evidence.recorded().simt.gemm_order, padded, n, k, "bfloat16", plan)
-    persistent = work.persistent
-    assert persistent is not None
-    time = time_of(
-        dataclasses.replace(
-            work,
-            memory_bytes=float(SIZE * (rows * k + groups * n * k + rows * n)),
-            launches=work.launches + 1,  # one more kernel clears the rows after the last group
-            persistent=dataclasses.replace(persistent, restart=persistent.restart + FIND),
-        ),
-        gpu,
-    )
-    return GroupedPrediction(str(plan), 2.0 * rows * n * k, time)
+    return str(plan), work

@@ -30,6 +30,12 @@ class ScaledPrediction:
 def predict_scaled(gpu: Gpu, m: int, n: int, k: int, columns_vary: bool = False) -> ScaledPrediction:
     """Operands in E4M3, contiguous along k; output in bfloat16. columns_vary: with a scale for each 128 elements of
     b."""
+    tile, work = scaled_work(gpu, m, n, k, columns_vary)
+    return ScaledPrediction(tile, 2.0 * m * n * k, time_of(work, gpu))
+
+
+def scaled_work(gpu: Gpu, m: int, n: int, k: int, columns_vary: bool = False) -> tuple[str, Work]:
+    """The tile, and the work, of `predict_scaled`."""
     import cuda_ext.ops  # noqa: F401
 
     find: Any = torch.ops.cuda_ext._scaled_mm_plan
@@ -67,7 +73,7 @@ def predict_scaled(gpu: Gpu, m: int, n: int, k: int, columns_vary: bool = False)
         memory_bytes=float(m * k + b_bytes + OUTPUT_BYTES * m * n),
         persistent=Persistent(workers, False, RESTART, 2.0 * REMOTE_LATENCY * (cluster > 1)),
     )
-    return ScaledPrediction(f"{block_m}x{block_n}x{LINE}", 2.0 * m * n * k, time_of(work, gpu))
+    return f"{block_m}x{block_n}x{LINE}", work
 
 
 # Warp instructions of a tile of 128 x 128 bfloat16, counted in the machine code: loading it; its largest magnitudes;

@@ -41,6 +41,14 @@ struct WorkItem {
   }
 };
 
+// A tile of a group of rows.
+struct GroupPosition : epilogue::TilePosition {
+  int end;  // of the group's rows
+
+  DEVICE int64_t row_end(const GemmParams&) const { return end; }
+  DEVICE int out_batch() const { return 0; }
+};
+
 // How rows of the output are staged as floats: 64 rows and 32 columns at a time, of gate and up 16 each; of a swapped
 // tile all of its rows and the 64 columns of the consumer. The padding avoids bank conflicts when fragments are stored.
 template <bool swapped, int block_n>

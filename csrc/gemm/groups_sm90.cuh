@@ -25,13 +25,6 @@ struct GroupTermsItem {
   int last_terms;  // of the last k tile
 };
 
-struct GroupPosition : epilogue::TilePosition {
-  int end;  // of the group's rows
-
-  DEVICE int64_t row_end(const GemmParams&) const { return end; }
-  DEVICE int out_batch() const { return 0; }
-};
-
 template <class T, Major b_major, GemmConfig config>
 struct GroupsOfRows : Gemm<T, Major::kK, b_major, config> {
   using Base = Gemm<T, Major::kK, b_major, config>;

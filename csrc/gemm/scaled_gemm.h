@@ -36,6 +36,12 @@ struct ScaledGemmParams {
   double beta = 1.0;
   Operand c;  // (m, n)
   Output out;
+  // Groups of rows: b, its scales and the bias have one matrix or row for each, with these strides. Not on the CPU,
+  // where each group is a product of its own; without c.
+  Groups groups;
+  int64_t b_group_stride = 0;
+  int64_t scale_b_group_stride = 0;
+  int64_t bias_group_stride = 0;
 
   bool has_blocks() const { return scale_a.has_blocks || scale_b.has_blocks; }
 };

@@ -8,7 +8,9 @@ namespace cuda_ext {
 
 sm90::ScaledChoice choose_scaled_gemm_cuda(const ScaledGemmParams& params) {
   if (!kBuiltForSm90a) return {.plan = {}, .refusal = kNotBuiltForSm90a};
-  return sm90::choose_scaled_plan(params, rt::describe_device("scaled_gemm"));
+  const rt::Device device = rt::describe_device("scaled_gemm");
+  return params.groups.cut == Groups::Cut::kRows ? sm90::choose_scaled_groups_plan(params, device)
+                                                 : sm90::choose_scaled_plan(params, device);
 }
 
 void launch_scaled_gemm_cuda(const ScaledGemmParams& params, const sm90::ScaledPlan& plan, void* stream) {

@@ -1,6 +1,7 @@
 // Tensor maps, and the choice of the instantiation.
 #include "gemm/scaled_gemm_sm90.h"
 
+#include "gemm/gemm_passes.h"
 #include "gemm/maps_sm90.cuh"
 
 namespace cuda_ext {
@@ -21,6 +22,7 @@ arch::TensorMap scaled_operand_map(const Operand& operand, int64_t k, int64_t li
 template <class A>
 void launch_types(const ScaledGemmParams& params, const GemmParams& epilogue, const ScaledPlan& plan,
                   const TensorMaps& maps, void* stream) {
+  if (params.groups.cut == Groups::Cut::kRows) return ScaledGroupsSm90<A>::launch(params, epilogue, plan, maps, stream);
   if (params.b.dtype == Dtype::kFloat8E4M3)
     return ScaledGemmSm90<A, float8_e4m3_t>::launch(params, epilogue, plan, maps, stream);
   ScaledGemmSm90<A, float8_e5m2_t>::launch(params, epilogue, plan, maps, stream);
@@ -40,10 +42,14 @@ void launch_scaled_gemm_sm90(const ScaledGemmParams& params, const sm90::ScaledP
   sm90::TensorMaps maps;
   maps.a = sm90::scaled_operand_map(params.a, params.k, params.m, params.a.row_stride,
                                     sm90::kScaledConfigs[plan.config].block_m / plan.cluster);
-  maps.b = sm90::scaled_operand_map(params.b, params.k, params.n, params.b.column_stride, sm90::kScaledBlockN);
+  const bool grouped = params.groups.cut == Groups::Cut::kRows;
+  const int64_t lines_of_b = grouped ? params.groups.count * params.n : params.n;
+  maps.b = sm90::scaled_operand_map(params.b, params.k, lines_of_b, params.b.column_stride, sm90::kScaledBlockN);
   sm90::GemmPlan of_output;
   of_output.batches = 1;
   if (plan.tma_store) maps.out = sm90::output_map(epilogue, of_output, epilogue.out, 1);
+  if (grouped)
+    launch_clear_rest(params.groups, params.m, params.n * size_of(params.out.dtype), params.out.data, stream);
   if (params.a.dtype == Dtype::kFloat8E4M3)
     return sm90::launch_types<float8_e4m3_t>(params, epilogue, plan, maps, stream);
   sm90::launch_types<float8_e5m2_t>(params, epilogue, plan, maps, stream);

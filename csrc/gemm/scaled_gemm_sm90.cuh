@@ -26,6 +26,18 @@
 
 namespace cuda_ext::sm90 {
 
+// The tile of this block in a work item.
+struct ScaledItem {
+  int row, column, line_b;  // the first row and column, and the first line of b in memory
+
+  DEVICE ScaledItem(const ScaledPlan& plan, int index, int block_m) {
+    const RowAndColumn place = place_in_bands(index, plan.row_tiles, plan.column_groups, plan.raster);
+    row = place.row * block_m;
+    column = (place.column * plan.cluster + (plan.cluster > 1 ? arch::cluster_rank() : 0)) * kScaledBlockN;
+    line_b = column;
+  }
+};
+
 // One instantiation of the kernel: its constants, and what the epilogue needs to know (epilogue_sm90.cuh).
 template <class A, class B, ScaledConfig config, bool columns_vary>
 struct ScaledGemm {
@@ -34,6 +46,12 @@ struct ScaledGemm {
   static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
   using Position = epilogue::TilePosition;
   static constexpr Groups::Cut kCut = Groups::Cut::kNone;
+  using Item = ScaledItem;
+  DEVICE static int items(const ScaledGemmParams&, const ScaledPlan& plan) { return plan.items(); }
+  DEVICE static Item item(const ScaledGemmParams&, const ScaledPlan& plan, int index) { return {plan, index, kBlockM}; }
+  DEVICE static Scales scales_of_columns(const ScaledGemmParams& params, const Item&) { return params.scale_b; }
+  DEVICE static int64_t bias_offset(const ScaledGemmParams&, const Item&) { return 0; }
+  DEVICE static Position position(const Item& item) { return {0, item.row + first_row(), item.column, Rows::kColumns}; }
   static constexpr bool kColumnsVary = columns_vary;  // as in ScaledPlan
   static constexpr bool kSwapped = false;
   static constexpr int kBlockM = config.block_m, kBlockN = kScaledBlockN;
@@ -66,36 +84,26 @@ struct ScaledGemm {
   DEVICE static int first_row() { return ConsumerThreads::consumer() * kWarpgroupM; }
 };
 
-// The tile of this block in work item `item`.
-struct ScaledItem {
-  int row_tile, column_tile;
-
-  DEVICE ScaledItem(const ScaledPlan& plan, int item) {
-    const int band = item / (plan.raster * plan.column_groups);
-    const int in_band = item - band * plan.raster * plan.column_groups, left = plan.row_tiles - band * plan.raster;
-    const int rows = left < plan.raster ? left : plan.raster;
-    row_tile = band * plan.raster + in_band % rows;
-    column_tile = in_band / rows * plan.cluster + (plan.cluster > 1 ? arch::cluster_rank() : 0);
-  }
-};
-
 // Calls f(item, k tile, stage of the ring) for all k tiles of this block, in order.
 template <class Gemm, class F>
-DEVICE void for_k_tiles(const ScaledPlan& plan, const F& f) {
+DEVICE void for_k_tiles(const ScaledGemmParams& params, const ScaledPlan& plan, const F& f) {
   Ring<Gemm::kStages> ring;
+  const int items = Gemm::items(params, plan);
 #pragma unroll 1
-  for (int index = arch::block_x() / plan.cluster; index < plan.items(); index += plan.clusters) {
-    const ScaledItem item(plan, index);
+  for (int index = arch::block_x() / plan.cluster; index < items; index += plan.clusters) {
+    const auto item = Gemm::item(params, plan, index);
 #pragma unroll 1
     for (int k_tile = 0; k_tile < plan.k_tiles; ++k_tile, ring.advance()) f(item, k_tile, ring);
   }
 }
 
-// The producer: one thread fills the ring with the operands.
+// The producer: one thread fills the ring with the operands. Its warp finds groups, if there are any.
 template <class Gemm>
-DEVICE void load_operands(const ScaledPlan& plan, const TensorMaps& maps, typename Gemm::Storage& shared) {
+DEVICE void load_operands(const ScaledGemmParams& params, const ScaledPlan& plan, const TensorMaps& maps,
+                          typename Gemm::Storage& shared) {
   const int lines = Gemm::kBlockM / plan.cluster, rank = plan.cluster > 1 ? arch::cluster_rank() : 0;
-  for_k_tiles<Gemm>(plan, [&](const ScaledItem& item, int k_tile, const Ring<Gemm::kStages>& ring) {
+  for_k_tiles<Gemm>(params, plan, [&](const auto& item, int k_tile, const Ring<Gemm::kStages>& ring) {
+    if (Gemm::kCut == Groups::Cut::kRows && !ConsumerThreads::is_first_lane()) return;
     // Wait until the consumers of all blocks that this one writes to, and that write to this one, have released it.
     arch::barrier_wait_relaxed(shared.empty[ring.stage], ring.parity ^ 1);
     // Load this block's part of a, for all blocks, and its own b.
@@ -103,8 +111,8 @@ DEVICE void load_operands(const ScaledPlan& plan, const TensorMaps& maps, typena
     typename Gemm::Stage& stage = shared.stages[ring.stage];
     arch::barrier_arrive_expect(full, sizeof stage);
     const int k = k_tile * kLineBytes;
-    const int at_a[2] = {k, item.row_tile * Gemm::kBlockM + rank * lines};
-    const int at_b[2] = {k, item.column_tile * Gemm::kBlockN};
+    const int at_a[2] = {k, item.row + rank * lines};
+    const int at_b[2] = {k, item.line_b};
     const SharedAddress to_a = arch::shared_address(stage.a) + rank * lines * kLineBytes;
     if (plan.cluster > 1)
       arch::tma_load_multicast(to_a, maps.a, full, at_a, uint16_t(0b11));
@@ -128,19 +136,19 @@ DEVICE void copy_scales(const Scales& scales, int64_t first, int64_t all, int bl
 // The scales' warp.
 template <class Gemm>
 DEVICE void load_scales(const ScaledGemmParams& params, const ScaledPlan& plan, typename Gemm::Storage& shared) {
-  for_k_tiles<Gemm>(plan, [&](const ScaledItem& item, int k_tile, const Ring<Gemm::kStages>& ring) {
+  for_k_tiles<Gemm>(params, plan, [&](const auto& item, int k_tile, const Ring<Gemm::kStages>& ring) {
     // Wait until all consumers have released the stage.
     arch::barrier_wait(shared.empty[ring.stage], ring.parity ^ 1);
     // Copy the scales of its rows, and of its columns or the one of all of them.
     typename Gemm::StageScales& scales = shared.scales[ring.stage];
-    copy_scales<Gemm::kBlockM>(params.scale_a, int64_t(item.row_tile) * Gemm::kBlockM, params.m, k_tile, scales.a);
-    const int64_t column = int64_t(item.column_tile) * Gemm::kBlockN;
+    copy_scales<Gemm::kBlockM>(params.scale_a, item.row, params.m, k_tile, scales.a);
+    const Scales of_columns = Gemm::scales_of_columns(params, item);
     if constexpr (Gemm::kColumnsVary)
-      copy_scales<Gemm::kBlockN>(params.scale_b, column, params.n, k_tile, scales.b);
+      copy_scales<Gemm::kBlockN>(of_columns, item.column, params.n, k_tile, scales.b);
     else if (ConsumerThreads::is_first_lane())
       arch::store_shared(arch::shared_address(scales.b),
-                         params.scale_b.has_blocks && column < params.n
-                             ? arch::load_global<float>(params.scale_b.at(column, k_tile))
+                         of_columns.has_blocks && item.column < params.n
+                             ? arch::load_global<float>(of_columns.at(item.column, k_tile))
                              : 1.0f);
     // Hand them to the consumers.
     arch::sync_warp();
@@ -230,14 +238,14 @@ DEVICE void multiply_scaled(const ScaledPlan& plan, typename Gemm::Storage& shar
 
 // sums times the scales of their columns, which are the same for all blocks of k. `column`: the first of the tile.
 template <class Gemm>
-DEVICE void scale_columns(const ScaledGemmParams& params, int64_t column, typename Gemm::Accumulators& sums) {
+DEVICE void scale_columns(const Scales& scales, int64_t column, int64_t columns, typename Gemm::Accumulators& sums) {
   column += ConsumerThreads::index() % 4 * 2;
 #pragma unroll
   for (int j = 0; j < Gemm::kRegisters / 4; ++j)
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int64_t own = column + 8 * j + r;
-      const float scale = arch::load_global<float>(params.scale_b.at(own < params.n ? own : params.n - 1, 0));
+      const float scale = arch::load_global<float>(scales.at(own < columns ? own : columns - 1, 0));
 #pragma unroll
       for (int i = 0; i < Gemm::kRowBlocks; ++i) {
         sums[i][4 * j + r] *= scale;
@@ -252,19 +260,25 @@ DEVICE void consume_scaled(const ScaledGemmParams& params, const GemmParams& epi
                            const TensorMaps& maps, typename Gemm::Storage& shared) {
   const GemmPlan no_plan;  // of what only other kernels do
   Ring<Gemm::kStages> ring;
+  const int items = Gemm::items(params, plan);
 #pragma unroll 1
-  for (int index = arch::block_x() / plan.cluster; index < plan.items(); index += plan.clusters) {
-    if (plan.tma_store) stage_bias<Gemm>(epilogue, ScaledItem(plan, index).column_tile, 0, shared);
+  for (int index = arch::block_x() / plan.cluster; index < items; index += plan.clusters) {
+    if (plan.tma_store) {
+      const auto next = Gemm::item(params, plan, index);
+      stage_bias<Gemm>(epilogue, next.column / Gemm::kBlockN, Gemm::bias_offset(params, next), shared);
+    }
     typename Gemm::Accumulators sums;
     multiply_scaled<Gemm>(plan, shared, ring, sums);
-    const ScaledItem item(plan, arch::opaque(index));
+    const auto item = Gemm::item(params, plan, arch::opaque(index));
     if (!Gemm::kColumnsVary && !params.scale_b.has_blocks)
-      scale_columns<Gemm>(params, int64_t(item.column_tile) * Gemm::kBlockN, sums);
-    const epilogue::TilePosition tile{0, int64_t(item.row_tile) * Gemm::kBlockM + Gemm::first_row(),
-                                      int64_t(item.column_tile) * Gemm::kBlockN, Gemm::Rows::kColumns};
-    if (!plan.tma_store)
-      store_rows<Gemm>(epilogue, no_plan, tile, shared, sums);
-    else if (epilogue.out.dtype == Dtype::kFloat32)
+      scale_columns<Gemm>(Gemm::scales_of_columns(params, item), item.column, params.n, sums);
+    const auto tile = Gemm::position(item);
+    if constexpr (Gemm::kCut == Groups::Cut::kNone)
+      if (!plan.tma_store) {
+        store_rows<Gemm>(epilogue, no_plan, tile, shared, sums);
+        continue;
+      }
+    if (epilogue.out.dtype == Dtype::kFloat32)
       store_by_tma<Gemm, float, false>(epilogue, no_plan, maps, tile, shared, sums);
     else if (epilogue.out.dtype == Dtype::kFloat16)
       store_by_tma<Gemm, half_t, false>(epilogue, no_plan, maps, tile, shared, sums);
@@ -301,7 +315,8 @@ scaled_gemm_sm90(GRID_CONSTANT ScaledGemmParams params, GRID_CONSTANT GemmParams
   if (arch::thread_index() < kWarpgroup) {
     arch::decrease_registers<Gemm::kProducerRegisters>();
     const int warp = arch::thread_index() / arch::kWarpSize;
-    if (arch::thread_index() == 0) load_operands<Gemm>(plan, maps, shared);
+    if (Gemm::kCut == Groups::Cut::kRows ? warp == 0 : arch::thread_index() == 0)
+      load_operands<Gemm>(params, plan, maps, shared);
     if (warp == 1) load_scales<Gemm>(params, plan, shared);
     if (warp == 0) arch::grid_launch_dependents();
   } else {

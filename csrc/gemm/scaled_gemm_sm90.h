@@ -16,6 +16,13 @@ struct ScaledGemmSm90 {
                      const TensorMaps& maps, void* stream);
 };
 
+// Of groups of rows; b is of float8_e4m3. One instantiation per file: instantiations/scaled_groups_sm90_{e4m3,e5m2}.cu.
+template <class A>
+struct ScaledGroupsSm90 {
+  static void launch(const ScaledGemmParams& params, const GemmParams& epilogue, const ScaledPlan& plan,
+                     const TensorMaps& maps, void* stream);
+};
+
 }  // namespace sm90
 
 // Launches the product on `stream`, an rt::Stream, as planned for these parameters (sm90::choose_scaled_plan).

@@ -20,6 +20,39 @@ inline bool can_store_scaled_by_tma(const ScaledGemmParams& params) {
          reinterpret_cast<uintptr_t>(params.out.data) % 16 == 0;
 }
 
+// Of groups of rows. The host does not know them: the plan is for groups of the same size.
+inline ScaledChoice choose_scaled_groups_plan(const ScaledGemmParams& params, const rt::Device& device) {
+  ScaledChoice choice;
+  const auto refuse = [&](std::string why) {
+    choice.refusal = std::move(why);
+    return choice;
+  };
+  if (device.compute_capability != 90)
+    return refuse("the device has no wgmma; it is sm_" + std::to_string(device.compute_capability));
+  if (params.k == 0) return refuse("k is 0");
+  if (std::max({params.m, params.groups.count * params.n, params.k}) >= int64_t(1) << 31)
+    return refuse("a size is 2^31 or more");
+  if (params.b.dtype != Dtype::kFloat8E4M3) return refuse("mat_b is not of float8_e4m3fn");
+  if (!can_store_scaled_by_tma(params)) return refuse("the output's rows do not begin at multiples of 16 bytes");
+  const int64_t rows = ceil_div(params.m, params.groups.count), columns = ceil_div(params.n, kScaledBlockN);
+  const auto cost = [&](const ScaledConfig& config) {  // as below
+    return ceil_div(rows, config.block_m) * config.block_m * (config.block_m == 256 ? 10 : 11);
+  };
+  ScaledPlan& plan = choice.plan;
+  plan.config = cost(kScaledConfigs[0]) <= cost(kScaledConfigs[1]) ? 0 : 1;
+  const int block_m = kScaledConfigs[plan.config].block_m;
+  plan.cluster = columns > 1 && device.num_sms > 1 ? 2 : 1;
+  plan.column_groups = checked_count(ceil_div(columns, plan.cluster), "columns of tiles");
+  // Each group may have a tile that is not full.
+  plan.row_tiles = checked_count(params.m / block_m + params.groups.count, "rows of tiles");
+  checked_count(int64_t(plan.row_tiles) * plan.column_groups, "tiles of the output");
+  plan.clusters = std::min(plan.items(), std::max(1, device.num_sms / plan.cluster));
+  plan.raster = 1024 / block_m;
+  plan.k_tiles = int(ceil_div(params.k, kScaleBlock));
+  plan.tma_store = true;
+  return choice;
+}
+
 // Of the configs, the one whose busiest SM takes least. Operands do not matter: those that TMA cannot read are copied.
 inline ScaledChoice choose_scaled_plan(const ScaledGemmParams& params, const rt::Device& device) {
   ScaledChoice choice;

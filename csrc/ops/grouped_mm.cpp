@@ -19,15 +19,6 @@ Tensor with_contiguous_rows(const Tensor& tensor) {
   return reads ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
-void check_ends(const Tensor& ends, int64_t size) {
-  const int32_t* const data = ends.const_data_ptr<int32_t>();
-  for (int64_t group = 0; group < ends.numel(); ++group) {
-    const int64_t before = group == 0 ? 0 : data[group - 1];
-    CUDA_EXT_CHECK(data[group] >= before && data[group] <= size, kOp, "expected offs to be ends that do not decrease, ",
-                   "from 0 to at most ", size, ", got ", data[group], " after ", before, " at index ", group);
-  }
-}
-
 struct GroupedShape {
   bool cuts_rows;
   int64_t groups, m, n, k;
@@ -65,6 +56,15 @@ GroupedShape check_grouped(const Tensor& a, const Tensor& b, const Tensor& offs,
 
 }  // namespace
 
+void check_group_ends(const char* op, const Tensor& ends, int64_t size) {
+  const int32_t* const data = ends.const_data_ptr<int32_t>();
+  for (int64_t group = 0; group < ends.numel(); ++group) {
+    const int64_t before = group == 0 ? 0 : data[group - 1];
+    CUDA_EXT_CHECK(data[group] >= before && data[group] <= size, op, "expected offs to be ends that do not decrease, ",
+                   "from 0 to at most ", size, ", got ", data[group], " after ", before, " at index ", group);
+  }
+}
+
 GroupedCall describe_grouped(const char* op, const Tensor& given_a, const Tensor& given_b, const Tensor& offs,
                              const OptionalTensor& bias, OptionalType out_dtype, bool for_gpu) {
   check_floating(op, "mat_a", given_a);
@@ -72,7 +72,7 @@ GroupedCall describe_grouped(const char* op, const Tensor& given_a, const Tensor
   const GroupedShape shape = check_grouped(given_a, given_b, offs, bias, type);
   GroupedCall call{{}, given_a, given_b, offs.to(at::kInt).contiguous(), shape.out(), type};
   if (!for_gpu) {
-    check_ends(call.ends, shape.cuts_rows ? shape.m : shape.k);
+    check_group_ends(op, call.ends, shape.cuts_rows ? shape.m : shape.k);
   } else {  // rows contiguous along k, or b along n; terms along m and n
     call.a = shape.cuts_rows ? with_contiguous_rows(given_a) : with_contiguous_rows(given_a.t()).t();
     call.b = shape.cuts_rows ? with_unit_stride(given_b) : with_contiguous_rows(given_b);
@@ -111,11 +111,15 @@ Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs, const Op
   return out;
 }
 
-Tensor call_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs, const OptionalTensor& bias = {},
-                       OptionalType out_dtype = {}) {
+}  // namespace
+
+Tensor call_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs, const OptionalTensor& bias,
+                       OptionalType out_dtype) {
   static const auto op = find_op<decltype(grouped_mm)>(CUDA_EXT_OP("grouped_mm"));
   return op.call(a, b, offs, bias, out_dtype);
 }
+
+namespace {
 
 // (groups, N): the sum of the rows of each group.
 Tensor sum_of_groups(const Tensor& rows, const Tensor& offs, at::ScalarType type) {

@@ -17,4 +17,10 @@ struct GroupedCall {
 GroupedCall describe_grouped(const char* op, const Tensor& a, const Tensor& b, const Tensor& offs,
                              const OptionalTensor& bias, OptionalType out_dtype, bool for_gpu);
 
+// Checks ends of groups, in the memory of the host, of a dim of this size.
+void check_group_ends(const char* op, const Tensor& ends, int64_t size);
+
+Tensor call_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs, const OptionalTensor& bias = {},
+                       OptionalType out_dtype = {});
+
 }  // namespace cuda_ext

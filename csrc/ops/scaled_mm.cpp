@@ -1,7 +1,11 @@
 // scaled_mm: products of operands in FP8 with scales, and quantize_fp8, which makes such operands.
 #include "ops/torch_headers.h"
 
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/searchsorted.h>
+#include <ATen/ops/where.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
@@ -9,6 +13,7 @@
 #include "gemm/scaled_gemm.h"
 #include "ops/gemm_autograd.h"
 #include "ops/gemm_composed.h"
+#include "ops/grouped_mm.h"
 #include "ops/scaled_mm.h"
 
 namespace cuda_ext {
@@ -201,6 +206,154 @@ Tensor scaled_mm_autograd(const Tensor& a, const Tensor& b, const Tensor& scale_
   return op.call(a, b, scale_a, scaling_a, scale_b, scaling_b, bias, c, beta, type);
 }
 
+constexpr const char* kGrouped = "scaled_grouped_mm";
+
+// What is the same for all groups: their scales of columns.
+struct GroupScales {
+  Tensor scales;  // (groups, ...)
+
+  GroupScales(const Tensor& given, int64_t scaling, int64_t groups) {
+    check_given(kGrouped, "scale_b", given);
+    CUDA_EXT_CHECK(scaling != kBlockWise1x128, kGrouped,
+                   "expected scaling TensorWise, RowWise or BlockWise128x128 for scale_b, got BlockWise1x128");
+    const bool is_one = scaling == kTensorWise && given.numel() == 1;
+    scales = is_one ? given.reshape({1}).expand({groups}) : given;
+    CUDA_EXT_CHECK(scales.dim() > 0 && scales.size(0) == groups, kGrouped, "expected scale_b of shape (", groups,
+                   ", ...), those of each group, got ", shape_string(given));
+  }
+  ScaleLines of_group(int64_t group, int64_t scaling, const Tensor& b) const {
+    return check_scales("scale_b", scales.select(0, group), scaling, b.select(0, group), true);
+  }
+};
+
+// (groups n, k), as the kernel on wgmma reads the matrices b (groups, k, n) of all groups.
+Tensor lines_of_groups(const Tensor& b) {
+  return with_aligned_lines(b.transpose(1, 2).reshape({b.size(0) * b.size(2), b.size(1)}));
+}
+
+// On CUDA devices without a kernel, as composed_scaled_mm.
+Tensor composed_grouped(const Tensor& a, const Tensor& b, const ScaleLines& scale_a, const GroupScales& scale_b,
+                        int64_t scaling_b, const Tensor& ends, const OptionalTensor& bias, at::ScalarType type) {
+  const int64_t m = a.size(0), n = b.size(2), k = a.size(1), groups = b.size(0);
+  const Tensor exact_a = a.to(at::kBFloat16), exact_b = b.to(at::kBFloat16);
+  const Tensor rows = at::arange(m, ends.options());
+  const Tensor group_of_row = at::searchsorted(ends, rows, /*out_int32=*/false, /*right=*/true).clamp_max_(groups - 1);
+  std::vector<ScaleLines> of_groups;
+  for (int64_t group = 0; group < groups; ++group) of_groups.push_back(scale_b.of_group(group, scaling_b, b));
+  const bool has_blocks = scale_a.has_blocks || of_groups[0].has_blocks;
+  const int64_t block = has_blocks ? kScaleBlock : std::max<int64_t>(k, 1);
+  Tensor sum;
+  for (int64_t first = 0; first < k || !sum.defined(); first += block) {
+    const int64_t size = std::min(block, k - first);
+    const Tensor product =
+        call_grouped_mm(exact_a.narrow(1, first, size), exact_b.narrow(1, first, size), ends, {}, at::kFloat);
+    if (size > 0) {
+      std::vector<Tensor> columns;
+      for (const ScaleLines& lines : of_groups)
+        columns.push_back(lines.of_block(first / kScaleBlock, n).t().expand({1, n}));
+      product.mul_(scale_a.of_block(first / kScaleBlock, m)).mul_(at::cat(columns).index_select(0, group_of_row));
+    }
+    sum = sum.defined() ? sum.add_(product) : product;
+  }
+  if (is_given(bias)) sum.add_(bias->to(at::kFloat).index_select(0, group_of_row));
+  // Rows of no group are 0, whatever their scales are.
+  return at::where(rows.lt(ends.narrow(0, groups - 1, 1)).unsqueeze(1), sum, sum.new_zeros({})).to(type);
+}
+
+Tensor scaled_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t scaling_a,
+                         const Tensor& scale_b, int64_t scaling_b, const Tensor& offs, const OptionalTensor& bias,
+                         at::ScalarType type) {
+  check_fp8("mat_a", a);
+  check_given(kGrouped, "mat_b", b);
+  CUDA_EXT_CHECK(b.dim() == 3 && is_fp8(b.scalar_type()) && b.size(1) == a.size(1), kGrouped,
+                 "expected mat_b of shape (groups, ", a.size(1), ", N) and of FP8 to match mat_a ", shape_string(a),
+                 ", got ", shape_string(b), " of ", dtype_name(b.scalar_type()));
+  check_same_device(kGrouped, "mat_b", b, "mat_a", a);
+  check_given(kGrouped, "offs", offs);
+  check_same_device(kGrouped, "offs", offs, "mat_a", a);
+  const int64_t groups = b.size(0), m = a.size(0), n = b.size(2);
+  CUDA_EXT_CHECK(
+      offs.dim() == 1 && offs.size(0) == groups && (offs.scalar_type() == at::kInt || offs.scalar_type() == at::kLong),
+      kGrouped, "expected offs of shape (", groups, ",) and dtype int32 or int64, got ", shape_string(offs), " of ",
+      dtype_name(offs.scalar_type()));
+  CUDA_EXT_CHECK(type == at::kFloat || type == at::kHalf || type == at::kBFloat16, kGrouped,
+                 "expected output_dtype float32, float16 or bfloat16, got ", dtype_name(type));
+  if (is_given(bias)) {
+    check_same_device(kGrouped, "bias", *bias, "mat_a", a);
+    CUDA_EXT_CHECK(bias->dim() == 2 && bias->size(0) == groups && bias->size(1) == n &&
+                       is_floating(bias->scalar_type()) && bias->scalar_type() != at::kDouble,
+                   kGrouped, "expected bias of shape (", groups, ", ", n,
+                   ") and dtype float32, float16 or bfloat16, got ", shape_string(*bias), " of ",
+                   dtype_name(bias->scalar_type()));
+  }
+  CUDA_EXT_CHECK(
+      scaling_a != kBlockWise128x128, kGrouped,
+      "expected scaling TensorWise, RowWise or BlockWise1x128 for scale_a, got BlockWise128x128, whose blocks ",
+      "of rows would belong to several groups");
+  const ScaleLines lines_a = check_scales("scale_a", scale_a, scaling_a, a, false);
+  const GroupScales of_groups(scale_b, scaling_b, groups);
+  const CudaKernels* const kernels = cuda_kernels(kGrouped, a.device());
+  const c10::DeviceGuard guard(a.device());
+  Tensor out = empty_beside(a, {m, n}, type);
+  if (out.numel() == 0) return out;
+  if (groups == 0) return out.zero_();
+  const Tensor ends = offs.to(at::kInt).contiguous();
+  const ScaleLines lines_b = of_groups.of_group(0, scaling_b, b);
+  ScaledGemmParams params;
+  params.m = m;
+  params.n = n;
+  params.k = a.size(1);
+  params.a = matrix(a);
+  params.scale_a = lines_a.params();
+  params.out = output(out);
+  if (kernels == nullptr) {
+    check_group_ends(kGrouped, ends, m);
+    int64_t begin = 0;
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t end = ends.const_data_ptr<int32_t>()[group];
+      ScaledGemmParams of_group = params;
+      of_group.m = end - begin;
+      of_group.a.data = static_cast<const uint8_t*>(params.a.data) + begin * params.a.row_stride;
+      of_group.scale_a.data += begin * params.scale_a.line_stride;
+      of_group.b = matrix(b.select(0, group));
+      of_group.scale_b = of_groups.of_group(group, scaling_b, b).params();
+      if (is_given(bias)) of_group.bias = matrix(bias->select(0, group));
+      of_group.out = output(out.narrow(0, begin, end - begin));
+      if (of_group.m > 0) launch_scaled_gemm(of_group);
+      begin = end;
+    }
+    out.narrow(0, begin, m - begin).zero_();
+    return out;
+  }
+  params.groups = {Groups::Cut::kRows, ends.const_data_ptr<int32_t>(), groups};
+  params.b = transposed(matrix(b.select(0, 0).t()));
+  params.scale_b = lines_b.params();
+  params.scale_b_group_stride = groups == 1 ? 0 : of_groups.scales.stride(0);
+  if (is_given(bias)) {
+    params.bias = matrix(*bias);
+    params.bias_group_stride = bias->stride(0);
+  }
+  const sm90::ScaledChoice choice = kernels->choose_scaled_gemm(params);
+  if (!choice.refusal.empty()) return composed_grouped(a, b, lines_a, of_groups, scaling_b, ends, bias, type);
+  const Tensor lines_of_a = with_aligned_lines(a), lines_of_b = lines_of_groups(b);
+  params.a = matrix(lines_of_a);
+  params.b = transposed(matrix(lines_of_b));
+  const LaunchScope scope(a.device());
+  launch_for(kGrouped, [&] { kernels->scaled_gemm(params, choice.plan, scope.stream()); });
+  return out;
+}
+
+Tensor scaled_grouped_mm_autograd(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t scaling_a,
+                                  const Tensor& scale_b, int64_t scaling_b, const Tensor& offs,
+                                  const OptionalTensor& bias, at::ScalarType type) {
+  CUDA_EXT_CHECK(!any_requires_grad(a, b, scale_a, scale_b, bias) && !any_has_tangent(a, b, scale_a, scale_b, bias),
+                 kGrouped, "expected no tensor that requires grad: products of FP8 have no derivative; call this op ",
+                 "under torch.no_grad()");
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  static const auto op = find_op<decltype(scaled_grouped_mm)>(CUDA_EXT_OP("scaled_grouped_mm"));
+  return op.call(a, b, scale_a, scaling_a, scale_b, scaling_b, offs, bias, type);
+}
+
 using Numbers = c10::Dict<std::string, int64_t>;
 
 // What the kernel on wgmma would do, or why it cannot run, for the paper model.
@@ -340,23 +493,30 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
       "quantize_fp8_both(Tensor input, ScalarType dtype, int scaling, bool power_of_two=False) -> "
       "(Tensor, Tensor, Tensor, Tensor)",
       tags);
+  m.def(
+      "scaled_grouped_mm(Tensor mat_a, Tensor mat_b, Tensor scale_a, int scaling_a, Tensor scale_b, int scaling_b, "
+      "Tensor offs, Tensor? bias=None, *, ScalarType output_dtype) -> Tensor",
+      tags);
   m.def("_scaled_mm_plan(int m, int n, int k, int compute_capability, int num_sms) -> (str, Dict(str, int))",
         scaled_mm_plan, tags);
-  register_layout_errors(m, {"scaled_mm", "quantize_fp8", "quantize_fp8_both"});
+  register_layout_errors(m, {"scaled_mm", "scaled_grouped_mm", "quantize_fp8", "quantize_fp8_both"});
 }
 
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) {
   m.impl("scaled_mm", scaled_mm);
+  m.impl("scaled_grouped_mm", scaled_grouped_mm);
   m.impl("quantize_fp8", quantize_fp8);
   m.impl("quantize_fp8_both", quantize_fp8_both);
 }
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) {
   m.impl("scaled_mm", scaled_mm);
+  m.impl("scaled_grouped_mm", scaled_grouped_mm);
   m.impl("quantize_fp8", quantize_fp8);
   m.impl("quantize_fp8_both", quantize_fp8_both);
 }
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {
   m.impl("scaled_mm", scaled_mm_autograd);
+  m.impl("scaled_grouped_mm", scaled_grouped_mm_autograd);
   // What is quantised has no gradient.
   m.impl("quantize_fp8", torch::CppFunction::makeFallthrough());
   m.impl("quantize_fp8_both", torch::CppFunction::makeFallthrough());

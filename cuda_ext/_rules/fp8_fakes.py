@@ -112,6 +112,41 @@ def _(
     return mat_a.new_empty(size, dtype=output_dtype)
 
 
+@torch.library.register_fake(f"{NAMESPACE}::scaled_grouped_mm")
+def _(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    scale_a: Tensor,
+    scaling_a: int,
+    scale_b: Tensor,
+    scaling_b: int,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    *,
+    output_dtype: torch.dtype,
+) -> Tensor:
+    op = "scaled_grouped_mm"
+    check(
+        mat_a.dim() == 2 and mat_a.dtype in _FORMATS,
+        op,
+        f"expected mat_a of two dims and dtype float8_e4m3fn or float8_e5m2, got {shape_of(mat_a)} of "
+        f"{dtype_name(mat_a.dtype)}; convert it with cuda_ext.fp8.quantize",
+    )
+    check(
+        mat_b.dim() == 3 and mat_b.dtype in _FORMATS and mat_b.shape[1] == mat_a.shape[1],
+        op,
+        f"expected mat_b of shape (groups, {mat_a.shape[1]}, N) and of FP8 to match mat_a {shape_of(mat_a)}, got "
+        f"{shape_of(mat_b)} of {dtype_name(mat_b.dtype)}",
+    )
+    check_same_device(op, "mat_a", mat_a, mat_b=mat_b, scale_a=scale_a, scale_b=scale_b, offs=offs, bias=bias)
+    check(
+        output_dtype in _OUTPUTS,
+        op,
+        f"expected output_dtype float32, float16 or bfloat16, got {dtype_name(output_dtype)}",
+    )
+    return mat_a.new_empty((mat_a.shape[0], mat_b.shape[2]), dtype=output_dtype)
+
+
 def _quantized(input: Tensor, lines: Any, elements: Any, dtype: torch.dtype, scaling: int) -> tuple[Tensor, Tensor]:
     pitch = (elements + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
     data = input.new_empty((lines, pitch), dtype=dtype).narrow(1, 0, elements)
