@@ -1,5 +1,5 @@
-// Scaled products of groups of rows on the kernel of scaled_gemm_sm90.cuh: which tile of which group a work item is, as in
-// groups_sm90.cuh. The matrices b of all groups are one, (groups n, k).
+// Scaled products of groups of rows on the kernel of scaled_gemm_sm90.cuh: which tile of which group a work item is, as
+// in groups_sm90.cuh. The matrices b of all groups are one, (groups n, k).
 #pragma once
 
 #include "gemm/groups.cuh"

@@ -260,6 +260,27 @@ Tensor composed_grouped(const Tensor& a, const Tensor& b, const ScaleLines& scal
   return at::where(rows.lt(ends.narrow(0, groups - 1, 1)).unsqueeze(1), sum, sum.new_zeros({})).to(type);
 }
 
+// On the CPU: the product of each group, one after the other. `params`: those of all rows.
+void multiply_groups(const ScaledGemmParams& params, const Tensor& b, const GroupScales& of_groups, int64_t scaling_b,
+                     const Tensor& ends, const OptionalTensor& bias, const Tensor& out) {
+  check_group_ends(kGrouped, ends, params.m);
+  int64_t begin = 0;
+  for (int64_t group = 0; group < b.size(0); ++group) {
+    const int64_t end = ends.const_data_ptr<int32_t>()[group];
+    ScaledGemmParams of_group = params;
+    of_group.m = end - begin;
+    of_group.a.data = static_cast<const uint8_t*>(params.a.data) + begin * params.a.row_stride;
+    of_group.scale_a.data += begin * params.scale_a.line_stride;
+    of_group.b = matrix(b.select(0, group));
+    of_group.scale_b = of_groups.of_group(group, scaling_b, b).params();
+    if (is_given(bias)) of_group.bias = matrix(bias->select(0, group));
+    of_group.out = output(out.narrow(0, begin, end - begin));
+    if (of_group.m > 0) launch_scaled_gemm(of_group);
+    begin = end;
+  }
+  out.narrow(0, begin, params.m - begin).zero_();
+}
+
 Tensor scaled_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t scaling_a,
                          const Tensor& scale_b, int64_t scaling_b, const Tensor& offs, const OptionalTensor& bias,
                          at::ScalarType type) {
@@ -307,22 +328,7 @@ Tensor scaled_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a
   params.scale_a = lines_a.params();
   params.out = output(out);
   if (kernels == nullptr) {
-    check_group_ends(kGrouped, ends, m);
-    int64_t begin = 0;
-    for (int64_t group = 0; group < groups; ++group) {
-      const int64_t end = ends.const_data_ptr<int32_t>()[group];
-      ScaledGemmParams of_group = params;
-      of_group.m = end - begin;
-      of_group.a.data = static_cast<const uint8_t*>(params.a.data) + begin * params.a.row_stride;
-      of_group.scale_a.data += begin * params.scale_a.line_stride;
-      of_group.b = matrix(b.select(0, group));
-      of_group.scale_b = of_groups.of_group(group, scaling_b, b).params();
-      if (is_given(bias)) of_group.bias = matrix(bias->select(0, group));
-      of_group.out = output(out.narrow(0, begin, end - begin));
-      if (of_group.m > 0) launch_scaled_gemm(of_group);
-      begin = end;
-    }
-    out.narrow(0, begin, m - begin).zero_();
+    multiply_groups(params, b, of_groups, scaling_b, ends, bias, out);
     return out;
   }
   params.groups = {Groups::Cut::kRows, ends.const_data_ptr<int32_t>(), groups};
