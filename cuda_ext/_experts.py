@@ -16,6 +16,7 @@ from cuda_ext._checks import autocasts, dtype_name, expected, shape_of
 from cuda_ext._expert_parallel import check_share, on_their_ranks
 from cuda_ext._expert_routes import Routes, sort, sum_dtype
 from cuda_ext._grouped_mm import grouped_mm
+from cuda_ext.fp8 import EXPERTS_RECIPE, multiply_groups
 
 __all__ = ["Gate", "mixture_of_experts"]
 
@@ -35,6 +36,7 @@ def mixture_of_experts(
     gated: bool = True,
     experts: int | None = None,
     group: dist.ProcessGroup | None = None,
+    fp8: str | None = None,
 ) -> Tensor:
     """The sum over a token's experts ``e = expert_ids[..., i]`` of ``expert_weights[..., i] * mlp_e(input)``.
 
@@ -66,15 +68,19 @@ def mixture_of_experts(
             ``(rows, F)``, the gate as a whole, which is told nothing of `gated`; all that autograd saves in it is kept.
         experts: of all ranks; default those of `w_up`. Required with `group`.
         group: ranks that share the experts; gloo or NCCL. Default None: all experts are here.
+        fp8: ``"rowwise_with_gw_hp"``: rows, gradients of rows and matrices are converted to float8_e4m3fn, with a power
+            of two as a scale for each row and each line of a matrix, for all products but those that give the gradients
+            of the matrices (`cuda_ext.scaled_grouped_mm`). Not with a function as `activation`; backward gives first
+            derivatives only. Default None: products in the dtype of the input.
 
     Returns:
         ``(..., K)``, dtype of `input`; under autocast that of autocast.
 
     Raises:
-        RuntimeError: wrong shapes or dtypes, or an unknown activation.
+        RuntimeError: wrong shapes or dtypes, an unknown activation or recipe, second derivatives in FP8.
     """
     check_share(w_up, experts, group)
-    mlps = _Mlps(activation, gated, w_up, w_down, b_up, b_down)
+    mlps = _Mlps(activation, gated, fp8, w_up, w_down, b_up, b_down)
     _check(input, expert_ids, expert_weights, mlps)
     if not autocasts(input.device):
         return _compute(mlps, input, expert_ids, expert_weights, experts, group)
@@ -89,6 +95,7 @@ class _Mlps(NamedTuple):
 
     activation: str | Gate | None
     gated: bool
+    fp8: str | None
     w_up: Tensor
     w_down: Tensor
     b_up: Tensor | None
@@ -98,7 +105,13 @@ class _Mlps(NamedTuple):
         return self.w_up, self.w_down, self.b_up, self.b_down
 
     def with_tensors(self, tensors: Sequence[Any]) -> _Mlps:
-        return _Mlps(self.activation, self.gated, *tensors)
+        return _Mlps(self.activation, self.gated, self.fp8, *tensors)
+
+    def multiply(self, rows: Tensor, matrices: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The rows of each expert times its transposed matrix, of (experts, N, K)."""
+        if self.fp8 is not None:
+            return multiply_groups(rows, matrices, ends, bias)
+        return grouped_mm(rows, matrices.mT, offs=ends, bias=bias)
 
     def gate(self) -> Gate:
         """From the product with `w_up` to the operand of `w_down`."""
@@ -136,14 +149,16 @@ def _compute(
 def _compute_here(mlps: _Mlps, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     routes = sort(ids, experts=len(mlps.w_up))
     if callable(mlps.activation) or _is_transformed():
+        if mlps.fp8 is not None:
+            raise _expected("fp8=None with a function as activation, forward mode or torch.func: FP8 has no derivative")
         return _compose(mlps, routes, tokens, weights)
-    return _Experts.apply(mlps.activation, mlps.gated, routes, tokens, weights, *mlps.tensors())
+    return _Experts.apply((mlps.activation, mlps.gated, mlps.fp8), routes, tokens, weights, *mlps.tensors())
 
 
 def _compose(mlps: _Mlps, routes: Routes, tokens: Tensor, weights: Tensor) -> Tensor:
     """The definition, of operations that PyTorch differentiates."""
-    product = grouped_mm(routes.gather(tokens), mlps.w_up.mT, offs=routes.ends, bias=mlps.b_up)
-    results = grouped_mm(mlps.gate()(product), mlps.w_down.mT, offs=routes.ends, bias=mlps.b_down)
+    product = mlps.multiply(routes.gather(tokens), mlps.w_up, routes.ends, mlps.b_up)
+    results = mlps.multiply(mlps.gate()(product), mlps.w_down, routes.ends, mlps.b_down)
     return routes.sum(results, weights)
 
 
@@ -152,14 +167,19 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, activation: str | None, gated: bool, routes: Routes, tokens: Tensor, weights: Tensor, *tensors: Any
+        ctx: Any,
+        options: tuple[str | None, bool, str | None],
+        routes: Routes,
+        tokens: Tensor,
+        weights: Tensor,
+        *tensors: Any,
     ) -> Tensor:
-        mlps = _Mlps(activation, gated, *tensors)
-        product = grouped_mm(routes.gather(tokens), mlps.w_up.mT, offs=routes.ends, bias=mlps.b_up)
+        mlps = _Mlps(*options, *tensors)
+        product = mlps.multiply(routes.gather(tokens), mlps.w_up, routes.ends, mlps.b_up)
         hidden = mlps.gate()(product)
-        results = grouped_mm(hidden, mlps.w_down.mT, offs=routes.ends, bias=mlps.b_down)
+        results = mlps.multiply(hidden, mlps.w_down, routes.ends, mlps.b_down)
         del hidden
-        ctx.gate = activation, gated
+        ctx.options = options
         ctx.save_for_backward(*routes, tokens, weights, *tensors, product)
         return routes.sum(results, weights)
 
@@ -167,12 +187,14 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *saved, product = ctx.saved_tensors
         routes, (tokens, weights, *tensors) = Routes(*saved[:3]), saved[3:]
-        mlps, needed = _Mlps(*ctx.gate, *tensors), ctx.needs_input_grad[3:]
+        mlps, needed = _Mlps(*ctx.options, *tensors), ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():  # gradients of gradients
+            if mlps.fp8 is not None:
+                raise _expected("fp8=None for second derivatives: FP8 has none")
             gradients = _differentiate(mlps, routes, tokens, weights, needed, grad)
         else:
             gradients = _gradients(mlps, routes, tokens, weights, needed, product, grad)
-        return None, None, None, *gradients
+        return None, None, *gradients
 
 
 def _differentiate(
@@ -199,7 +221,7 @@ def _gradients(
     grad_rows = routes.gather(grad)  # of the results, but for the weights
     weight_of_rows = weights.reshape(-1)[routes.pairs].unsqueeze(1)
     hidden, gate_gradient = torch.func.vjp(mlps.gate(), product)  # type: ignore[misc]
-    grad_hidden = grouped_mm(grad_rows, mlps.w_down, offs=ends)  # but for the weights
+    grad_hidden = mlps.multiply(grad_rows, mlps.w_down.mT, ends)  # but for the weights
     gradients: list[Tensor | None] = [None] * 6
     if for_weights:
         of_rows = _dot(grad_hidden, hidden)
@@ -219,7 +241,7 @@ def _gradients(
     if for_up:
         gradients[2] = grouped_mm(grad_product.t(), routes.gather(tokens), offs=ends)
     if for_tokens:
-        gradients[0] = routes.sum(grouped_mm(grad_product, mlps.w_up, offs=ends))
+        gradients[0] = routes.sum(mlps.multiply(grad_product, mlps.w_up.mT, ends))
     return gradients
 
 
@@ -242,7 +264,11 @@ def _is_transformed() -> bool:
 
 
 def _check(input: Tensor, expert_ids: Tensor, expert_weights: Tensor, mlps: _Mlps) -> None:
-    activation, gated, w_up, w_down, b_up, b_down = mlps
+    activation, gated, fp8, w_up, w_down, b_up, b_down = mlps
+    if fp8 not in (None, EXPERTS_RECIPE):
+        raise _expected(f"fp8 None or {EXPERTS_RECIPE!r}, the recipe of experts, got {fp8!r}")
+    if fp8 is not None and input.dtype == torch.float64:
+        raise _expected("input of float32, float16 or bfloat16 with fp8, got float64")
     if not callable(activation) and activation not in ACTIVATIONS:
         raise _expected(f"activation {listed(NAMES, 'or')}, None or a function, got {activation!r}")
     if w_up.dim() != 3 or w_up.shape[0] == 0:

@@ -34,7 +34,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import cuda_ext._rules  # noqa: F401
 from cuda_ext._gemm import gemm
 from cuda_ext._load import ops
-from cuda_ext._scaled_mm import scaled_mm, scaling_number
+from cuda_ext._scaled_mm import scaled_grouped_mm, scaled_mm, scaling_number
 from cuda_ext._toolchain import NAMESPACE
 
 __all__ = [
@@ -155,6 +155,31 @@ def checked_recipe(name: str) -> str:
     if name not in _RECIPES:
         raise RuntimeError(f"{NAMESPACE}::fp8: expected a recipe of {', '.join(RECIPES)}, got {name!r}")
     return name
+
+
+# The recipe of mixtures of experts: a gradient of their matrices is a sum over a part of the rows, which for FP8 on
+# Hopper would have to begin at a multiple of 16.
+EXPERTS_RECIPE = "rowwise_with_gw_hp"
+
+
+def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``grouped_mm(rows, matrices.mT, offs=ends, bias=bias)`` in FP8, by EXPERTS_RECIPE; rows (T, K), matrices
+    (groups, N, K)."""
+    recipe = _RECIPES[EXPERTS_RECIPE]
+    groups, n, k = matrices.shape
+    data, scales, scaling = recipe.of(rows, recipe.tokens)
+    of_matrices, scales_of_matrices, _ = recipe.of(matrices.reshape(groups * n, k), recipe.weight)
+    return scaled_grouped_mm(
+        data,
+        of_matrices.view(groups, n, k).mT,
+        scales,
+        scaling,
+        scales_of_matrices.view(groups, n),
+        recipe.weight,
+        bias=bias,
+        offs=ends,
+        output_dtype=rows.dtype,
+    )
 
 
 class _Weights:

@@ -434,7 +434,7 @@ SMALL_CASES = [
         for make in (bench_fp8.product, bench_fp8.layer)
         for recipe in bench_fp8.SCALINGS
     ),
-    bench_fp8.quantised("cpu", 30, 70),
+    *(bench_fp8.quantised("cpu", 30, 70, both) for both in (False, True)),
 ]
 
 

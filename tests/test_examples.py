@@ -82,6 +82,15 @@ def test_train_fp8(tmp_path: Path) -> None:
 
 
 @pytest.mark.sampled
+def test_train_moe(tmp_path: Path) -> None:
+    runs, last = run("train_moe", tmp_path, *TINY, "--features", "64", "--layers", "1", "--experts", "4")
+    assert list(runs.losses) == list(last) == ["bfloat16", "FP8"]
+    assert runs.losses["FP8"] != runs.losses["bfloat16"]
+    assert_same_losses(runs.losses["bfloat16"], runs.losses["FP8"], rtol=0.02)  # as above
+    assert (tmp_path / "train_moe.png").exists()
+
+
+@pytest.mark.sampled
 def test_lightning_training(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     losses = run("lightning_training", tmp_path, *TINY)

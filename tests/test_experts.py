@@ -226,6 +226,64 @@ def test_autocast() -> None:
         torch.testing.assert_close(actual, gradient, rtol=0.05, atol=0.05 * float(gradient.abs().max()))
 
 
+def fp8_case(dtype: torch.dtype) -> list[Any]:
+    """Rows of different sizes, and weights of powers of two, with which rows are converted as without them."""
+    tensors = [rand(70, 48, dtype=dtype), torch.randint(0, 5, (70, 2)), 2.0 ** torch.randint(-3, 1, (70, 2))]
+    tensors[2].requires_grad_()
+    return tensors + [rand(4, size, inner, scale=inner**-0.5, dtype=dtype) for size, inner in ((64, 48), (48, 32))]
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_in_fp8_as_linear_layers_in_fp8(dtype: torch.dtype) -> None:
+    x, ids, weights, w_up, w_down = fp8_case(dtype)
+    out = mixture_of_experts(x, ids, weights, w_up, w_down, fp8="rowwise_with_gw_hp")
+    linear = partial(cuda_ext.fp8.linear, recipe="rowwise_with_gw_hp")
+    expected = torch.zeros(70, 48)
+    for expert in range(4):  # id 4 is of an expert that is not here
+        tokens, place = (ids == expert).nonzero(as_tuple=True)
+        gate, up = linear(x[tokens], w_up[expert]).chunk(2, -1)
+        results = linear(F.silu(gate) * up, w_down[expert])
+        expected = expected.index_add(0, tokens, weights[tokens, place].unsqueeze(1) * results)
+    leaves = [x, weights, w_up, w_down]
+    grad = torch.randn(70, 48, dtype=dtype)
+    found = (out, *torch.autograd.grad(out, leaves, grad))
+    wanted = (expected.to(dtype), *torch.autograd.grad(expected, leaves, grad.float()))
+    # What is converted in between may differ in its last bit, and then by a rounding to 4 bits: of a few elements. The
+    # gradient of the weights is a product with other operands in FP8.
+    for mine, theirs, share in zip(found, wanted, (0.02, 0.02, 0.1, 0.02, 0.02), strict=True):
+        error = (mine.float() - theirs.float()).abs()
+        assert error.mean() < share * theirs.float().abs().mean()
+        assert error.max() < 0.25 * theirs.float().abs().max()
+    exact = mixture_of_experts(x, ids, weights, w_up, w_down)
+    assert not out.equal(exact) and (out - exact).abs().mean() < 0.1 * exact.abs().mean()
+
+
+def test_layers_and_limits_of_fp8() -> None:
+    x, ids, weights, w_up, w_down = fp8_case(torch.float32)
+    compiled = torch.compile(partial(mixture_of_experts, fp8="rowwise_with_gw_hp"), backend="aot_eager")
+    assert compiled(x, ids, weights, w_up, w_down).equal(
+        mixture_of_experts(x, ids, weights, w_up, w_down, fp8="rowwise_with_gw_hp")
+    )
+    layer = cuda_ext.nn.MixtureOfExperts(48, 32, 4, 2, shared_hidden_features=32, fp8="rowwise_with_gw_hp")
+    twin = cuda_ext.nn.MixtureOfExperts(48, 32, 4, 2, shared_hidden_features=32)
+    twin.load_state_dict(layer.state_dict())
+    assert "fp8=rowwise_with_gw_hp" in repr(layer.experts) and "fp8" not in repr(twin.experts)
+    out, exact = layer(x), twin(x)
+    assert 0 < (out - exact).abs().max() < 0.3 * exact.abs().max()
+    out.square().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in layer.parameters())
+    with pytest.raises(RuntimeError, match="expected fp8 None or 'rowwise_with_gw_hp', the recipe of experts, got 'x'"):
+        mixture_of_experts(x, ids, weights, w_up, w_down, fp8="x")
+    with pytest.raises(RuntimeError, match="expected fp8=None with a function as activation"):
+        mixture_of_experts(x, ids, weights, w_up, w_down, activation=clamped, fp8="rowwise_with_gw_hp")
+    with pytest.raises(RuntimeError, match="float16 or bfloat16 with fp8, got float64"):
+        double = [each.double() for each in (x, w_up, w_down)]
+        mixture_of_experts(double[0], ids, weights, *double[1:], fp8="rowwise_with_gw_hp")
+    with pytest.raises(RuntimeError, match="expected fp8=None for second derivatives"):
+        torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+
+
 @pytest.mark.parametrize("count", [0, 3])
 def test_experts_without_tokens_have_gradients_of_zero(count: int) -> None:
     _, _, *mlp = small_case()[0]

@@ -28,6 +28,7 @@ TITLES = {
     "embed_bert": "transformers: sentence embeddings with a pretrained BERT",
     "generate_gpt2": "transformers: text from a GPT-2",
     "train_fp8": "A small GPT in bfloat16 and in FP8",
+    "train_moe": "A small mixture of experts in bfloat16 and in FP8",
     "train_packed": "Packed documents, and prompts with answers, with a block mask",
     "write_gpt": "A small GPT writes text with a paged cache",
     "amp_loop": "A plain loop: autocast, accumulation, checkpointing",

@@ -196,10 +196,12 @@ class Experts(nn.Module):
         gated: bool = True,
         bias: bool = False,
         group: dist.ProcessGroup | None = None,
+        fp8: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.fp8 = fp8
         if activation not in ACTIVATIONS:
             raise RuntimeError(
                 f"MixtureOfExperts: expected activation {listed(NAMES, 'or')} or None, got {activation!r}"
@@ -238,6 +240,7 @@ class Experts(nn.Module):
             gated=self.gated,
             experts=self.total,
             group=self._ranks.group,
+            fp8=self.fp8,
         )
 
     def extra_repr(self) -> str:
@@ -246,7 +249,7 @@ class Experts(nn.Module):
         bias = self.down_proj_bias is not None
         return (
             f"features={features}, hidden_features={hidden}, experts={number}, activation={self.activation}, "
-            f"gated={self.gated}, bias={bias}"
+            f"gated={self.gated}, bias={bias}" + f", fp8={self.fp8}" * (self.fp8 is not None)
         )
 
 
@@ -276,6 +279,8 @@ class MixtureOfExperts(nn.Module):
             on all ranks. Copies of the layer share the group; it cannot be pickled. Default None: all are here.
         shared_hidden_features: the size of the hidden layer of an MLP for all tokens, whose output is added. Default 0,
             none.
+        fp8: "rowwise_with_gw_hp": experts and shared experts multiply in FP8, as `cuda_ext.mixture_of_experts` says;
+            the router does not. Default None.
         device, dtype: of the parameters. float16, bfloat16, float32 or float64.
 
     Shape: input (..., K) -> (..., K); ``residual``, if given, broadcasts to the output. With ``return_losses=True``
@@ -313,6 +318,7 @@ class MixtureOfExperts(nn.Module):
         correction: bool = False,
         group: dist.ProcessGroup | None = None,
         shared_hidden_features: int = 0,
+        fp8: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -331,6 +337,7 @@ class MixtureOfExperts(nn.Module):
             correction=correction,
             **factory,
         )
+        mlp["fp8"] = fp8
         self.experts = Experts(features, hidden_features, experts, gated=gated, group=group, **mlp)
         self.shared_experts: nn.Module | None = None
         if shared_hidden_features:
