@@ -6,14 +6,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from statistics import mean
 
 from benchmarks.model.evidence import Evidence, NotModelledError
 from benchmarks.model.gemm_sm90_work import choose, gemm_sm90_work
 from benchmarks.model.gpus import Gpu
-from benchmarks.model.scaled_work import scaled_work
+from benchmarks.model.scaled_work import ROW_BLOCK, scaled_work, shared_lines
 from benchmarks.model.work import Time, Work, time_of
 
 TILE_ROWS, SIZE = 128, 2
+SCALED_COLUMNS = 128  # of a tile in FP8
 WIDE, NARROW = 0, 2  # of kConfigs, as kGroupedConfigs
 FIND = 400  # cycles until a warp has the group of an item: loads from L2, sums over lanes
 
@@ -26,7 +28,8 @@ class GroupedPrediction:
 
 
 def predict_grouped(gpu: Gpu, rows: int, groups: int, n: int, k: int, float8: bool = False) -> GroupedPrediction:
-    """bfloat16, or FP8 with an output in bfloat16; groups of random sizes, whose last tile is half full on average."""
+    """bfloat16, or FP8 with an output in bfloat16; groups of random sizes. bfloat16: the last tile of a group is
+    multiplied whole, and is half full on average; FP8: its row blocks that have rows."""
     tile, work = (_scaled if float8 else _bfloat16)(gpu, rows, groups, n, k)
     persistent = work.persistent
     assert persistent is not None
@@ -46,7 +49,12 @@ def predict_grouped(gpu: Gpu, rows: int, groups: int, n: int, k: int, float8: bo
 def _scaled(gpu: Gpu, rows: int, groups: int, n: int, k: int) -> tuple[str, Work]:
     average = math.ceil(rows / groups)
     block_m = 256 if math.ceil(average / 256) * 2560 <= math.ceil(average / 128) * 1408 else 128  # as the plan
-    return scaled_work(gpu, math.ceil(rows / block_m + groups / 2) * block_m, n, k)
+    # The last tile of a group has from 1 row block to all of them, and needs the tile of b however few it has.
+    all_blocks = block_m // ROW_BLOCK
+    lines = [shared_lines(row_blocks, SCALED_COLUMNS) for row_blocks in range(1, all_blocks + 1)]
+    last_tile = mean(lines) / lines[-1]
+    full_tiles = rows / block_m - groups / 2
+    return scaled_work(gpu, math.ceil(full_tiles + groups * last_tile) * block_m, n, k)
 
 
 def _bfloat16(gpu: Gpu, rows: int, groups: int, n: int, k: int) -> tuple[str, Work]:

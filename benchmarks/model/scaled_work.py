@@ -15,7 +15,7 @@ from benchmarks.model.gpus import Gpu
 from benchmarks.model.prediction import predict_gemm
 from benchmarks.model.work import Amounts, Persistent, Time, Work, time_of
 
-LINE, CONSUMER_WARPS = 128, 8
+LINE, ROW_BLOCK, CONSUMER_WARPS = 128, 64, 8
 OF_16_BITS = 0.5  # the time of a multiply-add, beside one of 16-bit operands
 OUTPUT_BYTES = 2
 
@@ -34,6 +34,13 @@ def predict_scaled(gpu: Gpu, m: int, n: int, k: int, columns_vary: bool = False)
     return ScaledPrediction(tile, 2.0 * m * n * k, time_of(work, gpu))
 
 
+def shared_lines(row_blocks: int, block_n: int, columns_vary: bool = False) -> int:
+    """Lines of 128 bytes that a k tile writes to shared memory and reads: TMA writes both operands; each wgmma reads 64
+    rows and all columns; each of its warps reads scales: two of rows, and one of all columns or those of its columns,
+    two at a time."""
+    return block_n + row_blocks * (ROW_BLOCK + ROW_BLOCK + block_n + 4 * (2 + (block_n // 8 if columns_vary else 1)))
+
+
 def scaled_work(gpu: Gpu, m: int, n: int, k: int, columns_vary: bool = False) -> tuple[str, Work]:
     """The tile, and the work, of `predict_scaled`."""
     import cuda_ext.ops  # noqa: F401
@@ -46,12 +53,10 @@ def scaled_work(gpu: Gpu, m: int, n: int, k: int, columns_vary: bool = False) ->
     config = f"ScaledConfig{{{block_m}, {plan['stages']}}}"
     variant = f"ScaledGemm<float8_e4m3_t, float8_e4m3_t, {config}, {str(columns_vary).lower()}>"
     kernel = golden_kernels()["sm_90a"][f"scaled_gemm_sm90<{variant}>"]
-    area, row_blocks = block_m * block_n, block_m / 64
+    area = block_m * block_n
     iteration = Amounts(
         tensor=OF_16_BITS * area * LINE / RATE_OF_COLUMNS[block_n],
-        # TMA writes both tiles; each wgmma reads 64 rows and all columns; each of its warps reads scales: two of rows,
-        # and one of all columns or those of its columns, two at a time.
-        shared=block_m + block_n + row_blocks * (64 + block_n + 4 * (2 + (block_n // 8 if columns_vary else 1))),
+        shared=shared_lines(block_m // ROW_BLOCK, block_n, columns_vary),
         issue=CONSUMER_WARPS * kernel.loop.instructions,
         l2=(min(m, block_m) / cluster + min(n, block_n)) * LINE,
     )

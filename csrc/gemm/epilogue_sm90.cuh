@@ -244,7 +244,7 @@ DEVICE void store_by_tma(const GemmParams& params, const GemmPlan& plan, const T
   // output. A set of buffers has a slab of each output; all sets but one may be in flight.
   const auto with_slab = [&](int i, int sets, const auto& fill) {
     const int first = i % kSlabs * kSlabColumns;  // of the tile
-    const int row = int(tile.row) + i / kSlabs * kRowBlock + ConsumerThreads::index() / arch::kWarpSize * kSlabRows;
+    const int row = int(tile.row) + i / kSlabs * Gemm::kRowStep + ConsumerThreads::index() / arch::kWarpSize * kSlabRows;
     const int rows = int(tile.row_end(params)) - row;
     if (rows <= 0 || tile.column + first >= params.n) return;
     await_buffers(sets);
@@ -313,7 +313,7 @@ DEVICE void store_rows(const GemmParams& params, const GemmPlan& plan, const epi
 #pragma unroll 1
   for (int part = 0; part < Gemm::kRowBlocks * kParts; ++part) {
     epilogue::TilePosition position = tile;
-    position.row += part / kParts * kRowBlock;
+    position.row += part / kParts * Gemm::kRowStep;
     position.column += part % kParts * position.columns;
     if (position.row >= params.m || position.column >= params.n) continue;
     float v[kCount];

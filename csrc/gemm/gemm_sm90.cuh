@@ -24,8 +24,8 @@
 // Shared memory  (stages, tile of a + tile of b), 10 to 48 KB each; per consumer 4 to 17 KB to stage the output, a bias
 //                of block_n floats and a split-k arrival; sums of a tile from each block that sends them; barriers.
 //                At most 227 KB.
-// Registers      168 at launch, then 24 for the producer's warpgroup and 240 for consumers, of which 128 are
-//                accumulators (192 if block_n is 192, 8 or 32 if swapped).
+// Registers      168 at launch, then 24 for the producer's warpgroup and 240 for consumers (40 and 232 if it finds
+//                groups), of which 128 are accumulators (192 if block_n is 192, 8 or 32 if swapped).
 // Operands       are read in place by TMA, whichever of their dims has stride 1, with zeros outside of the matrix.
 //                Tensor maps are kernel parameters.
 // Products       A stage is one group of wgmma. While it is in flight, the consumer waits for the stage before,
@@ -86,6 +86,7 @@ struct Gemm {
   static constexpr int kBlockK = kLineBytes / sizeof(T);
   static constexpr int kWarpgroupM = config.warpgroup_m();
   static constexpr int kRowBlocks = kWarpgroupM / kRowBlock;
+  static constexpr int kRowStep = kRowBlock;  // from a row block of a consumer to its next one
   static constexpr int kSteps = 4;                                         // wgmma along a k tile: 32 bytes each
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // 3 * 168, as at launch
   static constexpr Major kAMajor = a_major, kBMajor = b_major;
@@ -292,6 +293,7 @@ DEVICE void multiply_item(const GemmPlan& plan, typename Gemm::Storage& shared, 
   do {  // there is at least one; ptxas serialises the products of a loop that could have none
     // Wait for the stage.
     arch::barrier_wait(shared.full[ring.stage], ring.parity);
+    // Clear what the last k tile has of the next group.
     if constexpr (Gemm::kCut == Groups::Cut::kTerms)
       if (left == 1 && work.last_terms < Gemm::kBlockK) clear_terms<Gemm>(shared.stages[ring.stage], work.last_terms);
     const int offset = ring.stage * int(sizeof(typename Gemm::Stage));

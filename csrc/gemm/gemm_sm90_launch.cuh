@@ -3,21 +3,15 @@
 
 #include "gemm/gemm_sm90.cuh"
 #include "gemm/gemm_sm90.h"
-#include "rt/launch.cuh"
+#include "gemm/launch_sm90.cuh"
 
 namespace cuda_ext::sm90 {
 
 template <class T, Major a_major, Major b_major, int config>
 void launch_config(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps, rt::Stream stream) {
   using Kernel = Gemm<T, a_major, b_major, kConfigs[config]>;
-  rt::launch<gemm_sm90<Kernel>>("gemm_sm90",
-                                {.grid = {plan.clusters * plan.cluster_blocks()},
-                                 .threads = Kernel::kThreads,
-                                 .cluster = {plan.cluster_blocks()},
-                                 .shared_bytes = sizeof(typename Kernel::Storage),
-                                 .programmatic = true,
-                                 .stream = stream},
-                                params, plan, maps);
+  launch_clusters<gemm_sm90<Kernel>, Kernel>("gemm_sm90", plan.clusters, plan.cluster_blocks(), stream, params, plan,
+                                             maps);
 }
 
 template <class T, bool a_k_major, bool b_k_major>

@@ -3,7 +3,7 @@
 
 #include "gemm/grouped_gemm_sm90.h"
 #include "gemm/groups_sm90.cuh"
-#include "rt/launch.cuh"
+#include "gemm/launch_sm90.cuh"
 
 namespace cuda_ext::sm90 {
 
@@ -13,14 +13,7 @@ void GroupedGemmSm90<T, a_k_major, b_k_major>::launch(const GemmParams& params, 
   const auto launch_config = [&]<int config>() {
     using Kernel = std::conditional_t<a_k_major, GroupsOfRows<T, b_k_major ? Major::kK : Major::kMn, kConfigs[config]>,
                                       GroupsOfTerms<T, kConfigs[config]>>;
-    rt::launch<gemm_sm90<Kernel>>("gemm_sm90",
-                                  {.grid = {plan.clusters * plan.cluster},
-                                   .threads = Kernel::kThreads,
-                                   .cluster = {plan.cluster},
-                                   .shared_bytes = sizeof(typename Kernel::Storage),
-                                   .programmatic = true,
-                                   .stream = stream},
-                                  params, plan, maps);
+    launch_clusters<gemm_sm90<Kernel>, Kernel>("gemm_sm90", plan.clusters, plan.cluster, stream, params, plan, maps);
   };
   if (plan.config == kGroupedConfigs[0])
     launch_config.template operator()<kGroupedConfigs[0]>();

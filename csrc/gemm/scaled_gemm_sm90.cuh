@@ -5,8 +5,10 @@
 // Tile           (block_m, 128), in k tiles of 128: a line of 128 bytes, and one block of scales.
 // Blocks         are persistent: cluster c computes work items c, c + clusters, ... An item is a tile for each block of
 //                the cluster, adjacent along n.
-// Warpgroups     0: warp 0 is the producer, warp 1 reads scales. 1, 2: consumers, each with half of the tile's rows.
-// Cluster        1 or 2 blocks, which have the same rows of a: each loads a part of them for both.
+// Warpgroups     0: warp 0 is the producer, warp 1 reads scales. 1, 2: consumers, which take the tile's blocks of 64
+//                rows by turns. Blocks without rows, after the end of the matrix or group, are neither loaded nor
+//                multiplied.
+// Cluster        1 or 2 blocks, which have the same rows of a: they load its row blocks by turns, each for both.
 // Barriers       full[stage]: 2 arrivals, of the producer and of the scales' warp, and the bytes of both operands.
 //                empty[stage]: 1 arrival per consumer warp of each block of the cluster.
 //                Named barriers 1, 2: the 128 threads of a consumer, around what they share in shared memory.
@@ -52,11 +54,14 @@ struct ScaledGemm {
   DEVICE static Scales scales_of_columns(const ScaledGemmParams& params, const Item&) { return params.scale_b; }
   DEVICE static int64_t bias_offset(const ScaledGemmParams&, const Item&) { return 0; }
   DEVICE static Position position(const Item& item) { return {0, item.row + first_row(), item.column, Rows::kColumns}; }
+  // The rows from the tile's first one on, up to the end of the matrix or group.
+  DEVICE static int rows_left(const ScaledGemmParams& params, const Item& item) { return int(params.m) - item.row; }
   static constexpr bool kColumnsVary = columns_vary;  // as in ScaledPlan
   static constexpr bool kSwapped = false;
   static constexpr int kBlockM = config.block_m, kBlockN = kScaledBlockN;
-  static constexpr int kWarpgroupM = kBlockM / kConsumers, kRowBlocks = kWarpgroupM / kRowBlock;
-  static constexpr int kRegisters = kBlockN / 2;  // of the accumulators of a row block per thread
+  static constexpr int kTileRowBlocks = kBlockM / kRowBlock, kRowBlocks = kTileRowBlocks / kConsumers;
+  static constexpr int kRowStep = kConsumers * kRowBlock;  // from a row block of a consumer to its next one
+  static constexpr int kRegisters = kBlockN / 2;           // of the accumulators of a row block per thread
   static constexpr int kStages = config.stages;
   static constexpr int kSteps = 4;  // wgmma along a k tile: 32 elements each
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
@@ -80,9 +85,16 @@ struct ScaledGemm {
   };
   static_assert(sizeof(Stage) % 1024 == 0 && sizeof(Storage) <= 227 * 1024 && Rows::kBytes <= 4 * kSlabsBytes);
 
-  // The first row of this consumer's part of the tile.
-  DEVICE static int first_row() { return ConsumerThreads::consumer() * kWarpgroupM; }
+  // The first row of this consumer in the tile.
+  DEVICE static int first_row() { return ConsumerThreads::consumer() * kRowBlock; }
 };
+
+// The row blocks of a tile that have rows.
+template <class Gemm, class Item>
+DEVICE int row_blocks(const ScaledGemmParams& params, const Item& item) {
+  const int blocks = (Gemm::rows_left(params, item) + kRowBlock - 1) / kRowBlock;
+  return blocks < Gemm::kTileRowBlocks ? blocks : Gemm::kTileRowBlocks;
+}
 
 // Calls f(item, k tile, stage of the ring) for all k tiles of this block, in order.
 template <class Gemm, class F>
@@ -101,23 +113,26 @@ DEVICE void for_k_tiles(const ScaledGemmParams& params, const ScaledPlan& plan, 
 template <class Gemm>
 DEVICE void load_operands(const ScaledGemmParams& params, const ScaledPlan& plan, const TensorMaps& maps,
                           typename Gemm::Storage& shared) {
-  const int lines = Gemm::kBlockM / plan.cluster, rank = plan.cluster > 1 ? arch::cluster_rank() : 0;
+  const int rank = plan.cluster > 1 ? arch::cluster_rank() : 0;
   for_k_tiles<Gemm>(params, plan, [&](const auto& item, int k_tile, const Ring<Gemm::kStages>& ring) {
     if (Gemm::kCut == Groups::Cut::kRows && !ConsumerThreads::is_first_lane()) return;
     // Wait until the consumers of all blocks that this one writes to, and that write to this one, have released it.
     arch::barrier_wait_relaxed(shared.empty[ring.stage], ring.parity ^ 1);
-    // Load this block's part of a, for all blocks, and its own b.
+    // Load this block's row blocks of a, for all blocks, and its own b.
     Barrier& full = shared.full[ring.stage];
     typename Gemm::Stage& stage = shared.stages[ring.stage];
-    arch::barrier_arrive_expect(full, sizeof stage);
-    const int k = k_tile * kLineBytes;
-    const int at_a[2] = {k, item.row + rank * lines};
+    const int blocks = row_blocks<Gemm>(params, item), k = k_tile * kLineBytes;
+    arch::barrier_arrive_expect(full, sizeof stage.b + blocks * kRowBlock * kLineBytes);
+#pragma unroll 1
+    for (int i = rank; i < blocks; i += plan.cluster) {
+      const int at_a[2] = {k, item.row + i * kRowBlock};
+      const SharedAddress to_a = arch::shared_address(stage.a) + i * kRowBlock * kLineBytes;
+      if (plan.cluster > 1)
+        arch::tma_load_multicast(to_a, maps.a, full, at_a, uint16_t(0b11));
+      else
+        arch::tma_load(to_a, maps.a, full, at_a);
+    }
     const int at_b[2] = {k, item.line_b};
-    const SharedAddress to_a = arch::shared_address(stage.a) + rank * lines * kLineBytes;
-    if (plan.cluster > 1)
-      arch::tma_load_multicast(to_a, maps.a, full, at_a, uint16_t(0b11));
-    else
-      arch::tma_load(to_a, maps.a, full, at_a);
     arch::tma_load(arch::shared_address(stage.b), maps.b, full, at_b);
   });
 }
@@ -188,10 +203,11 @@ DEVICE void promote_columns(const float (&product)[count], float first, float se
   }
 }
 
-// sums = the products of a work item. `ring` advances by its k tiles.
+// sums = the products of a work item, of the first `row_blocks` row blocks of this consumer. `ring` advances by its k
+// tiles.
 template <class Gemm>
-DEVICE void multiply_scaled(const ScaledPlan& plan, typename Gemm::Storage& shared, Ring<Gemm::kStages>& ring,
-                            typename Gemm::Accumulators& sums) {
+DEVICE void multiply_scaled(const ScaledPlan& plan, int row_blocks, typename Gemm::Storage& shared,
+                            Ring<Gemm::kStages>& ring, typename Gemm::Accumulators& sums) {
   const auto descriptor = [](const unsigned char* tile) {
     return arch::make_descriptor(arch::shared_address(tile), 0, 8 * kLineBytes, arch::Swizzle::k128);
   };
@@ -211,12 +227,13 @@ DEVICE void multiply_scaled(const ScaledPlan& plan, typename Gemm::Storage& shar
     const typename Gemm::StageScales& scales = shared.scales[ring.stage];
 #pragma unroll
     for (int i = 0; i < Gemm::kRowBlocks; ++i) {
+      if (i >= row_blocks) continue;
       // Multiply a row block, while the other consumer adds.
       float product[Gemm::kRegisters];
-      multiply_k_tile<Gemm>(product, arch::advance_descriptor(a, offset + i * kRowBlock * kLineBytes),
+      multiply_k_tile<Gemm>(product, arch::advance_descriptor(a, offset + i * Gemm::kRowStep * kLineBytes),
                             arch::advance_descriptor(b, offset));
       // Add it to the sums, while the other consumer multiplies.
-      const SharedAddress of_rows = arch::shared_address(scales.a + i * kRowBlock + row);
+      const SharedAddress of_rows = arch::shared_address(scales.a + i * Gemm::kRowStep + row);
       const float first = arch::load_shared<float>(of_rows);
       const float second = arch::load_shared<float>(of_rows + 8 * sizeof(float));
       if constexpr (Gemm::kColumnsVary) {
@@ -263,12 +280,13 @@ DEVICE void consume_scaled(const ScaledGemmParams& params, const GemmParams& epi
   const int items = Gemm::items(params, plan);
 #pragma unroll 1
   for (int index = arch::block_x() / plan.cluster; index < items; index += plan.clusters) {
-    if (plan.tma_store) {
-      const auto next = Gemm::item(params, plan, index);
+    const auto next = Gemm::item(params, plan, index);
+    if (plan.tma_store)
       stage_bias<Gemm>(epilogue, next.column / Gemm::kBlockN, Gemm::bias_offset(params, next), shared);
-    }
+    // Consumers take row blocks by turns, so that both have some of a tile that is not full.
+    const int own_blocks = (row_blocks<Gemm>(params, next) + 1 - ConsumerThreads::consumer()) / kConsumers;
     typename Gemm::Accumulators sums;
-    multiply_scaled<Gemm>(plan, shared, ring, sums);
+    multiply_scaled<Gemm>(plan, own_blocks, shared, ring, sums);
     const auto item = Gemm::item(params, plan, arch::opaque(index));
     if (!Gemm::kColumnsVary && !params.scale_b.has_blocks)
       scale_columns<Gemm>(Gemm::scales_of_columns(params, item), item.column, params.n, sums);

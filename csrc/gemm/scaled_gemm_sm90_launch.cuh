@@ -1,9 +1,9 @@
 // Launches the kernel of scaled_gemm_sm90.cuh: the instantiation for the config.
 #pragma once
 
+#include "gemm/launch_sm90.cuh"
 #include "gemm/scaled_gemm_sm90.cuh"
 #include "gemm/scaled_gemm_sm90.h"
-#include "rt/launch.cuh"
 
 namespace cuda_ext::sm90 {
 
@@ -12,14 +12,8 @@ void ScaledGemmSm90<A, B>::launch(const ScaledGemmParams& params, const GemmPara
                                   const TensorMaps& maps, void* stream) {
   const auto launch_kernel = [&]<int config, bool columns_vary>() {
     using Kernel = ScaledGemm<A, B, kScaledConfigs[config], columns_vary>;
-    rt::launch<scaled_gemm_sm90<Kernel>>("scaled_gemm_sm90",
-                                         {.grid = {plan.clusters * plan.cluster},
-                                          .threads = Kernel::kThreads,
-                                          .cluster = {plan.cluster},
-                                          .shared_bytes = sizeof(typename Kernel::Storage),
-                                          .programmatic = true,
-                                          .stream = stream},
-                                         params, epilogue, plan, maps);
+    launch_clusters<scaled_gemm_sm90<Kernel>, Kernel>("scaled_gemm_sm90", plan.clusters, plan.cluster, stream, params,
+                                                      epilogue, plan, maps);
   };
   static_assert(kNumScaledConfigs == 2);
   if (plan.config == 0)

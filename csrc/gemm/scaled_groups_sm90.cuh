@@ -41,6 +41,7 @@ struct ScaledGroups : ScaledGemm<A, B, config, false> {
   DEVICE static int64_t bias_offset(const ScaledGemmParams& params, const Item& item) {
     return item.group * params.bias_group_stride;
   }
+  DEVICE static int rows_left(const ScaledGemmParams&, const Item& item) { return item.row_end - item.row; }
   DEVICE static Position position(const Item& item) {
     return {{0, item.row + Base::first_row(), item.column, Base::Rows::kColumns}, item.row_end};
   }

@@ -20,18 +20,23 @@ inline bool can_store_scaled_by_tma(const ScaledGemmParams& params) {
          reinterpret_cast<uintptr_t>(params.out.data) % 16 == 0;
 }
 
+// Why the kernel cannot run, whatever the config; empty if it can.
+inline std::string reason_to_refuse(const ScaledGemmParams& params, const rt::Device& device) {
+  if (device.compute_capability != 90)
+    return "the device has no wgmma; it is sm_" + std::to_string(device.compute_capability);
+  if (params.k == 0) return "k is 0";
+  const int64_t lines_of_b = std::max<int64_t>(params.groups.count, 1) * params.n;
+  return std::max({params.m, lines_of_b, params.k}) >= int64_t(1) << 31 ? "a size is 2^31 or more" : "";
+}
+
 // Of groups of rows. The host does not know them: the plan is for groups of the same size.
 inline ScaledChoice choose_scaled_groups_plan(const ScaledGemmParams& params, const rt::Device& device) {
-  ScaledChoice choice;
+  ScaledChoice choice{.plan = {}, .refusal = reason_to_refuse(params, device)};
+  if (!choice.refusal.empty()) return choice;
   const auto refuse = [&](std::string why) {
     choice.refusal = std::move(why);
     return choice;
   };
-  if (device.compute_capability != 90)
-    return refuse("the device has no wgmma; it is sm_" + std::to_string(device.compute_capability));
-  if (params.k == 0) return refuse("k is 0");
-  if (std::max({params.m, params.groups.count * params.n, params.k}) >= int64_t(1) << 31)
-    return refuse("a size is 2^31 or more");
   if (params.b.dtype != Dtype::kFloat8E4M3) return refuse("mat_b is not of float8_e4m3fn");
   if (!can_store_scaled_by_tma(params)) return refuse("the output's rows do not begin at multiples of 16 bytes");
   const int64_t rows = ceil_div(params.m, params.groups.count), columns = ceil_div(params.n, kScaledBlockN);
@@ -55,15 +60,8 @@ inline ScaledChoice choose_scaled_groups_plan(const ScaledGemmParams& params, co
 
 // Of the configs, the one whose busiest SM takes least. Operands do not matter: those that TMA cannot read are copied.
 inline ScaledChoice choose_scaled_plan(const ScaledGemmParams& params, const rt::Device& device) {
-  ScaledChoice choice;
-  const auto refuse = [&](std::string why) {
-    choice.refusal = std::move(why);
-    return choice;
-  };
-  if (device.compute_capability != 90)
-    return refuse("the device has no wgmma; it is sm_" + std::to_string(device.compute_capability));
-  if (params.k == 0) return refuse("k is 0");
-  if (std::max({params.m, params.n, params.k}) >= int64_t(1) << 31) return refuse("a size is 2^31 or more");
+  ScaledChoice choice{.plan = {}, .refusal = reason_to_refuse(params, device)};
+  if (!choice.refusal.empty()) return choice;
   int64_t least = 0;
   for (int index = 0; index < kNumScaledConfigs; ++index) {
     const ScaledConfig& config = kScaledConfigs[index];

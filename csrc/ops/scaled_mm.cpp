@@ -35,9 +35,9 @@ constexpr const char* kQuantize = "quantize_fp8";
 
 int64_t blocks_of(int64_t size) { return (size + kScaleBlock - 1) / kScaleBlock; }
 
-void check_fp8(const char* argument, const Tensor& tensor) {
-  check_given(kOp, argument, tensor);
-  CUDA_EXT_CHECK(tensor.dim() == 2 && is_fp8(tensor.scalar_type()), kOp, "expected ", argument,
+void check_fp8(const char* op, const char* argument, const Tensor& tensor) {
+  check_given(op, argument, tensor);
+  CUDA_EXT_CHECK(tensor.dim() == 2 && is_fp8(tensor.scalar_type()), op, "expected ", argument,
                  " of two dims and dtype float8_e4m3fn or float8_e5m2, got ", shape_string(tensor), " of ",
                  dtype_name(tensor.scalar_type()), "; convert it with cuda_ext.fp8.quantize");
 }
@@ -64,20 +64,21 @@ struct ScaleLines {
 
 // The layouts are PyTorch's: scales of lines are (lines, blocks of k), those of 128 x 128 are (blocks of k, blocks of
 // lines), of either operand.
-ScaleLines check_scales(const char* argument, const Tensor& scales, int64_t scaling, const Tensor& operand, bool is_b) {
-  check_given(kOp, argument, scales);
-  check_same_device(kOp, argument, scales, "mat_a", operand);
-  CUDA_EXT_CHECK(scales.scalar_type() == at::kFloat, kOp, "expected ", argument, " of dtype float32, got ",
+ScaleLines check_scales(const char* op, const char* argument, const Tensor& scales, int64_t scaling,
+                        const Tensor& operand, bool is_b) {
+  check_given(op, argument, scales);
+  check_same_device(op, argument, scales, "mat_a", operand);
+  CUDA_EXT_CHECK(scales.scalar_type() == at::kFloat, op, "expected ", argument, " of dtype float32, got ",
                  dtype_name(scales.scalar_type()), "; convert it with .float()");
   const int64_t lines = operand.size(is_b ? 1 : 0), k = operand.size(is_b ? 0 : 1);
   const auto check = [&](bool fits, const char* name, const Sizes& expected) {
-    CUDA_EXT_CHECK(fits, kOp, "expected ", argument, " of shape ", shape_string(expected), " for ",
+    CUDA_EXT_CHECK(fits, op, "expected ", argument, " of shape ", shape_string(expected), " for ",
                    is_b ? "mat_b " : "mat_a ", shape_string(operand), " with scaling ", name, ", got ",
                    shape_string(scales));
   };
   switch (scaling) {
     case kTensorWise:
-      CUDA_EXT_CHECK(scales.numel() == 1, kOp, "expected ", argument, " of one element for scaling TensorWise, got ",
+      CUDA_EXT_CHECK(scales.numel() == 1, op, "expected ", argument, " of one element for scaling TensorWise, got ",
                      shape_string(scales));
       return {scales.reshape({1, 1}), 0, false};
     case kRowWise:
@@ -97,7 +98,7 @@ ScaleLines check_scales(const char* argument, const Tensor& scales, int64_t scal
       return {scales.t(), kShift, true};
     }
     default:
-      CUDA_EXT_CHECK(false, kOp, "expected scaling TensorWise, RowWise, BlockWise1x128 or BlockWise128x128 for ",
+      CUDA_EXT_CHECK(false, op, "expected scaling TensorWise, RowWise, BlockWise1x128 or BlockWise128x128 for ",
                      argument, ", got number ", scaling, " of torch.nn.functional.ScalingType");
   }
 }
@@ -139,15 +140,15 @@ Tensor composed_scaled_mm(const Tensor& a, const Tensor& b, const ScaleLines& sc
 Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t scaling_a, const Tensor& scale_b,
                  int64_t scaling_b, const OptionalTensor& bias, const OptionalTensor& c, double beta,
                  at::ScalarType type) {
-  check_fp8("mat_a", a);
-  check_fp8("mat_b", b);
+  check_fp8(kOp, "mat_a", a);
+  check_fp8(kOp, "mat_b", b);
   check_same_device(kOp, "mat_b", b, "mat_a", a);
   CUDA_EXT_CHECK(a.size(1) == b.size(0), kOp, "expected mat_b of shape (", a.size(1), ", N) to match mat_a ",
                  shape_string(a), ", got ", shape_string(b));
   CUDA_EXT_CHECK(type == at::kFloat || type == at::kHalf || type == at::kBFloat16, kOp,
                  "expected output_dtype float32, float16 or bfloat16, got ", dtype_name(type));
-  const ScaleLines lines_a = check_scales("scale_a", scale_a, scaling_a, a, false);
-  const ScaleLines lines_b = check_scales("scale_b", scale_b, scaling_b, b, true);
+  const ScaleLines lines_a = check_scales(kOp, "scale_a", scale_a, scaling_a, a, false);
+  const ScaleLines lines_b = check_scales(kOp, "scale_b", scale_b, scaling_b, b, true);
   const int64_t m = a.size(0), n = b.size(1);
   if (is_given(bias)) {
     check_same_device(kOp, "bias", *bias, "mat_a", a);
@@ -222,7 +223,7 @@ struct GroupScales {
                    ", ...), those of each group, got ", shape_string(given));
   }
   ScaleLines of_group(int64_t group, int64_t scaling, const Tensor& b) const {
-    return check_scales("scale_b", scales.select(0, group), scaling, b.select(0, group), true);
+    return check_scales(kGrouped, "scale_b", scales.select(0, group), scaling, b.select(0, group), true);
   }
 };
 
@@ -260,9 +261,9 @@ Tensor composed_grouped(const Tensor& a, const Tensor& b, const ScaleLines& scal
   return at::where(rows.lt(ends.narrow(0, groups - 1, 1)).unsqueeze(1), sum, sum.new_zeros({})).to(type);
 }
 
-// On the CPU: the product of each group, one after the other. `params`: those of all rows.
-void multiply_groups(const ScaledGemmParams& params, const Tensor& b, const GroupScales& of_groups, int64_t scaling_b,
-                     const Tensor& ends, const OptionalTensor& bias, const Tensor& out) {
+// The product of each group, one after the other. `params`: those of all rows.
+void multiply_groups_on_cpu(const ScaledGemmParams& params, const Tensor& b, const GroupScales& of_groups,
+                            int64_t scaling_b, const Tensor& ends, const OptionalTensor& bias, const Tensor& out) {
   check_group_ends(kGrouped, ends, params.m);
   int64_t begin = 0;
   for (int64_t group = 0; group < b.size(0); ++group) {
@@ -284,7 +285,7 @@ void multiply_groups(const ScaledGemmParams& params, const Tensor& b, const Grou
 Tensor scaled_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t scaling_a,
                          const Tensor& scale_b, int64_t scaling_b, const Tensor& offs, const OptionalTensor& bias,
                          at::ScalarType type) {
-  check_fp8("mat_a", a);
+  check_fp8(kGrouped, "mat_a", a);
   check_given(kGrouped, "mat_b", b);
   CUDA_EXT_CHECK(b.dim() == 3 && is_fp8(b.scalar_type()) && b.size(1) == a.size(1), kGrouped,
                  "expected mat_b of shape (groups, ", a.size(1), ", N) and of FP8 to match mat_a ", shape_string(a),
@@ -311,7 +312,7 @@ Tensor scaled_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a
       scaling_a != kBlockWise128x128, kGrouped,
       "expected scaling TensorWise, RowWise or BlockWise1x128 for scale_a, got BlockWise128x128, whose blocks ",
       "of rows would belong to several groups");
-  const ScaleLines lines_a = check_scales("scale_a", scale_a, scaling_a, a, false);
+  const ScaleLines lines_a = check_scales(kGrouped, "scale_a", scale_a, scaling_a, a, false);
   const GroupScales of_groups(scale_b, scaling_b, groups);
   const CudaKernels* const kernels = cuda_kernels(kGrouped, a.device());
   const c10::DeviceGuard guard(a.device());
@@ -328,7 +329,7 @@ Tensor scaled_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a
   params.scale_a = lines_a.params();
   params.out = output(out);
   if (kernels == nullptr) {
-    multiply_groups(params, b, of_groups, scaling_b, ends, bias, out);
+    multiply_groups_on_cpu(params, b, of_groups, scaling_b, ends, bias, out);
     return out;
   }
   params.groups = {Groups::Cut::kRows, ends.const_data_ptr<int32_t>(), groups};

@@ -78,9 +78,9 @@ def test_tiles_and_epilogues(shape: str, formats: tuple[torch.dtype, torch.dtype
         seed = random.randrange(2**31)
         out, counters, _ = run(arguments, options, mode="lazy", schedule="pct", seed=seed, processors=processors)
         assert_near(out, arguments, options)
-        # 64 rows, 128 columns and 32 terms each; a row block of 64 is multiplied even if it has no row of the matrix.
-        tiles = counters["wgmma"] / (4 * -(-k // 128))
-        assert tiles >= -(-m // 64) * -(-n // 128) and counters["mma"] == 0
+        # 64 rows, 128 columns and 32 terms each; rows after the last are not multiplied.
+        products = -(-m // 64) * plan["column_groups"] * plan["cluster"] * 4 * -(-k // 128)
+        assert counters["wgmma"] == products and counters["mma"] == 0
 
 
 def test_integers_are_exact() -> None:
