@@ -5,8 +5,8 @@
 // Tile           (block_m, 128), in k tiles of 128: a line of 128 bytes, and one block of scales.
 // Blocks         are persistent: cluster c computes work items c, c + clusters, ... An item is a tile for each block of
 //                the cluster, adjacent along n.
-// Warpgroups     0: warp 0 is the producer, warp 1 reads scales. 1, 2: consumers, which take the tile's blocks of 64
-//                rows by turns. Blocks without rows, after the end of the matrix or group, are neither loaded nor
+// Warpgroups     0: warp 0 is the producer, warp 1 reads scales and hands on the items. 1, 2: consumers, which take the
+//                tile's blocks of 64 rows by turns. Blocks without rows, after the end of the matrix or group, are neither loaded nor
 //                multiplied.
 // Cluster        1 or 2 blocks, which have the same rows of a: they load its row blocks by turns, each for both.
 // Barriers       full[stage]: 2 arrivals, of the producer and of the scales' warp, and the bytes of both operands.
@@ -22,6 +22,8 @@
 //                multiplied with that of the row first; scales of columns that are the same for all k come at the end.
 #pragma once
 
+#include <bit>
+
 #include "arch/cluster.cuh"
 #include "gemm/epilogue_sm90.cuh"
 #include "gemm/scaled_tiles_sm90.h"
@@ -30,14 +32,9 @@ namespace cuda_ext::sm90 {
 
 // The tile of this block in a work item.
 struct ScaledItem {
-  int row, column, line_b;  // the first row and column, and the first line of b in memory
-
-  DEVICE ScaledItem(const ScaledPlan& plan, int index, int block_m) {
-    const RowAndColumn place = place_in_bands(index, plan.row_tiles, plan.column_groups, plan.raster);
-    row = place.row * block_m;
-    column = (place.column * plan.cluster + (plan.cluster > 1 ? arch::cluster_rank() : 0)) * kScaledBlockN;
-    line_b = column;
-  }
+  int row, column;  // the first
+  int row_end;      // of the matrix or of the group of rows
+  int group;        // of rows, or 0
 };
 
 // One instantiation of the kernel: its constants, and what the epilogue needs to know (epilogue_sm90.cuh).
@@ -46,16 +43,17 @@ struct ScaledGemm {
   using OperandA = A;
   using OperandB = B;
   static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
-  using Position = epilogue::TilePosition;
+  using Position = GroupPosition;
   static constexpr Groups::Cut kCut = Groups::Cut::kNone;
-  using Item = ScaledItem;
   DEVICE static int items(const ScaledGemmParams&, const ScaledPlan& plan) { return plan.items(); }
-  DEVICE static Item item(const ScaledGemmParams&, const ScaledPlan& plan, int index) { return {plan, index, kBlockM}; }
-  DEVICE static Scales scales_of_columns(const ScaledGemmParams& params, const Item&) { return params.scale_b; }
-  DEVICE static int64_t bias_offset(const ScaledGemmParams&, const Item&) { return 0; }
-  DEVICE static Position position(const Item& item) { return {0, item.row + first_row(), item.column, Rows::kColumns}; }
-  // The rows from the tile's first one on, up to the end of the matrix or group.
-  DEVICE static int rows_left(const ScaledGemmParams& params, const Item& item) { return int(params.m) - item.row; }
+  // Called by all lanes of a warp.
+  DEVICE static ScaledItem item(const ScaledGemmParams& params, const ScaledPlan& plan, int index) {
+    const RowAndColumn place = place_in_bands(index, plan.row_tiles, plan.column_groups, plan.raster);
+    return {place.row * kBlockM, first_column(plan, place.column), int(params.m), 0};
+  }
+  DEVICE static int first_column(const ScaledPlan& plan, int column_group) {
+    return (column_group * plan.cluster + (plan.cluster > 1 ? arch::cluster_rank() : 0)) * kBlockN;
+  }
   static constexpr bool kColumnsVary = columns_vary;  // as in ScaledPlan
   static constexpr bool kSwapped = false;
   static constexpr int kBlockM = config.block_m, kBlockN = kScaledBlockN;
@@ -81,6 +79,7 @@ struct ScaledGemm {
     alignas(1024) unsigned char staging[kConsumers][4 * kSlabsBytes];
     float bias[kConsumers][kBlockN];
     StageScales scales[kStages];
+    arch::Words4 items[kStages];  // the ScaledItem of each stage
     Barrier full[kStages], empty[kStages];
   };
   static_assert(sizeof(Stage) % 1024 == 0 && sizeof(Storage) <= 227 * 1024 && Rows::kBytes <= 4 * kSlabsBytes);
@@ -89,10 +88,17 @@ struct ScaledGemm {
   DEVICE static int first_row() { return ConsumerThreads::consumer() * kRowBlock; }
 };
 
+// The scales of the columns of an item's matrix b.
+DEVICE Scales scales_of_columns(const ScaledGemmParams& params, const ScaledItem& item) {
+  Scales scales = params.scale_b;
+  scales.data += item.group * params.scale_b_group_stride;
+  return scales;
+}
+
 // The row blocks of a tile that have rows.
-template <class Gemm, class Item>
-DEVICE int row_blocks(const ScaledGemmParams& params, const Item& item) {
-  const int blocks = (Gemm::rows_left(params, item) + kRowBlock - 1) / kRowBlock;
+template <class Gemm>
+DEVICE int row_blocks(const ScaledItem& item) {
+  const int blocks = (item.row_end - item.row + kRowBlock - 1) / kRowBlock;
   return blocks < Gemm::kTileRowBlocks ? blocks : Gemm::kTileRowBlocks;
 }
 
@@ -103,7 +109,7 @@ DEVICE void for_k_tiles(const ScaledGemmParams& params, const ScaledPlan& plan, 
   const int items = Gemm::items(params, plan);
 #pragma unroll 1
   for (int index = arch::block_x() / plan.cluster; index < items; index += plan.clusters) {
-    const auto item = Gemm::item(params, plan, index);
+    const ScaledItem item = Gemm::item(params, plan, index);
 #pragma unroll 1
     for (int k_tile = 0; k_tile < plan.k_tiles; ++k_tile, ring.advance()) f(item, k_tile, ring);
   }
@@ -121,7 +127,7 @@ DEVICE void load_operands(const ScaledGemmParams& params, const ScaledPlan& plan
     // Load this block's row blocks of a, for all blocks, and its own b.
     Barrier& full = shared.full[ring.stage];
     typename Gemm::Stage& stage = shared.stages[ring.stage];
-    const int blocks = row_blocks<Gemm>(params, item), k = k_tile * kLineBytes;
+    const int blocks = row_blocks<Gemm>(item), k = k_tile * kLineBytes;
     arch::barrier_arrive_expect(full, sizeof stage.b + blocks * kRowBlock * kLineBytes);
 #pragma unroll 1
     for (int i = rank; i < blocks; i += plan.cluster) {
@@ -132,7 +138,7 @@ DEVICE void load_operands(const ScaledGemmParams& params, const ScaledPlan& plan
       else
         arch::tma_load(to_a, maps.a, full, at_a);
     }
-    const int at_b[2] = {k, item.line_b};
+    const int at_b[2] = {k, item.group * int(params.n) + item.column};
     arch::tma_load(arch::shared_address(stage.b), maps.b, full, at_b);
   });
 }
@@ -148,7 +154,7 @@ DEVICE void copy_scales(const Scales& scales, int64_t first, int64_t all, int bl
   }
 }
 
-// The scales' warp.
+// The scales' warp, which also tells the consumers which item a stage belongs to.
 template <class Gemm>
 DEVICE void load_scales(const ScaledGemmParams& params, const ScaledPlan& plan, typename Gemm::Storage& shared) {
   for_k_tiles<Gemm>(params, plan, [&](const auto& item, int k_tile, const Ring<Gemm::kStages>& ring) {
@@ -157,7 +163,7 @@ DEVICE void load_scales(const ScaledGemmParams& params, const ScaledPlan& plan, 
     // Copy the scales of its rows, and of its columns or the one of all of them.
     typename Gemm::StageScales& scales = shared.scales[ring.stage];
     copy_scales<Gemm::kBlockM>(params.scale_a, item.row, params.m, k_tile, scales.a);
-    const Scales of_columns = Gemm::scales_of_columns(params, item);
+    const Scales of_columns = scales_of_columns(params, item);
     if constexpr (Gemm::kColumnsVary)
       copy_scales<Gemm::kBlockN>(of_columns, item.column, params.n, k_tile, scales.b);
     else if (ConsumerThreads::is_first_lane())
@@ -167,7 +173,10 @@ DEVICE void load_scales(const ScaledGemmParams& params, const ScaledPlan& plan, 
                              : 1.0f);
     // Hand them to the consumers.
     arch::sync_warp();
-    if (ConsumerThreads::is_first_lane()) arch::barrier_arrive(shared.full[ring.stage]);
+    if (ConsumerThreads::is_first_lane()) {
+      arch::store_shared(arch::shared_address(&shared.items[ring.stage]), std::bit_cast<arch::Words4>(item));
+      arch::barrier_arrive(shared.full[ring.stage]);
+    }
   });
 }
 
@@ -280,17 +289,20 @@ DEVICE void consume_scaled(const ScaledGemmParams& params, const GemmParams& epi
   const int items = Gemm::items(params, plan);
 #pragma unroll 1
   for (int index = arch::block_x() / plan.cluster; index < items; index += plan.clusters) {
-    const auto next = Gemm::item(params, plan, index);
+    // The item of the next stage.
+    arch::barrier_wait(shared.full[ring.stage], ring.parity);
+    const auto item =
+        std::bit_cast<ScaledItem>(arch::load_shared<arch::Words4>(arch::shared_address(&shared.items[ring.stage])));
     if (plan.tma_store)
-      stage_bias<Gemm>(epilogue, next.column / Gemm::kBlockN, Gemm::bias_offset(params, next), shared);
+      stage_bias<Gemm>(epilogue, item.column / Gemm::kBlockN, item.group * params.bias_group_stride, shared);
     // Consumers take row blocks by turns, so that both have some of a tile that is not full.
-    const int own_blocks = (row_blocks<Gemm>(params, next) + 1 - ConsumerThreads::consumer()) / kConsumers;
+    const int own_blocks = (row_blocks<Gemm>(item) + 1 - ConsumerThreads::consumer()) / kConsumers;
     typename Gemm::Accumulators sums;
     multiply_scaled<Gemm>(plan, own_blocks, shared, ring, sums);
-    const auto item = Gemm::item(params, plan, arch::opaque(index));
     if (!Gemm::kColumnsVary && !params.scale_b.has_blocks)
-      scale_columns<Gemm>(Gemm::scales_of_columns(params, item), item.column, params.n, sums);
-    const auto tile = Gemm::position(item);
+      scale_columns<Gemm>(scales_of_columns(params, item), item.column, params.n, sums);
+    const typename Gemm::Position tile{{0, item.row + Gemm::first_row(), item.column, Gemm::Rows::kColumns},
+                                       item.row_end};
     if constexpr (Gemm::kCut == Groups::Cut::kNone)
       if (!plan.tma_store) {
         store_rows<Gemm>(epilogue, no_plan, tile, shared, sums);
