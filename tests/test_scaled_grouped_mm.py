@@ -84,28 +84,37 @@ def test_random_cases(case: int, scalings: tuple[str, str]) -> None:
     check(arguments, offs, **options)
 
 
-# Both tile shapes, clusters, several items of a block.
+# All tile shapes, clusters, several items of a block: rows, N, K, SMs, and whether the tensor cores may keep the sums.
 SHAPES = {
-    "256 rows": ([256, 500, 30], 264, 200, 4),
-    "128 rows": ([100, 60, 129], 136, 300, 4),
-    "one column of tiles": ([100, 0, 300], 64, 144, 2),
-    "several items": ([1, 15, 16, 17, 130, 127], 392, 130, 2),
+    "256 rows": ([256, 500, 30], 264, 200, 4, False),
+    "128 rows": ([100, 60, 129], 136, 300, 4, False),
+    "one column of tiles": ([100, 0, 300], 64, 144, 2, False),
+    "several items": ([1, 15, 16, 17, 130, 127], 392, 130, 2, False),
+    "sums in the tensor cores": ([200, 0, 64, 65, 3, 128], 1000, 300, 2, True),
+    "sums in the tensor cores, one column of tiles": ([120, 30, 130], 256, 700, 1, True),
 }
+
+
+def on_wgmma(shape: str, scalings: tuple[str, str], formats: tuple[torch.dtype, torch.dtype]) -> tuple[list[Any], Any]:
+    rows, n, k, processors, fast = SHAPES[shape]
+    _, plan = torch.ops.cuda_ext._scaled_mm_plan(sum(rows) + 5, n, k, 90, processors, len(rows), fast)
+    assert (plan["block_n"] == 256) == fast
+    return problem(rows, 5, n, k, scalings, formats), plan
 
 
 @pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3)], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_on_wgmma(shape: str, formats: tuple[torch.dtype, torch.dtype]) -> None:
-    rows, n, k, processors = SHAPES[shape]
-    scalings = random.choice(TOKENS), random.choice(WEIGHTS)
-    arguments = problem(rows, 5, n, k, scalings, formats)
+    rows, n, k, processors, fast = SHAPES[shape]
+    scalings = random.choice(TOKENS[:2] if fast else TOKENS), random.choice(WEIGHTS[:2] if fast else WEIGHTS)
+    arguments, plan = on_wgmma(shape, scalings, formats)
     offs = torch.tensor(rows).cumsum(0)
     seed = random.randrange(2**31)
     with testing.emulated("sm_90a", processors=processors, mode="lazy", schedule="pct", seed=seed) as device:
-        check(arguments, offs, bias=torch.randn(len(rows), n) if random.random() < 0.5 else None)
-    # 64 rows, 128 columns and 32 terms each; rows of other groups are not multiplied, columns after the last may be.
-    columns = -(-n // 128)
-    columns += columns % 2 if columns > 1 else 0
+        bias = torch.randn(len(rows), n) if random.random() < 0.5 else None
+        check(arguments, offs, bias=bias, use_fast_accum=fast)
+    # 64 rows, a tile's columns and 32 terms each; rows of other groups are not multiplied.
+    columns = plan["column_groups"] * plan["cluster"]
     products = sum(-(-count // 64) for count in rows) * columns * 4 * -(-k // 128)
     assert device.counters["wgmma"] == products and device.counters["mma"] == 0
 
@@ -113,13 +122,14 @@ def test_on_wgmma(shape: str, formats: tuple[torch.dtype, torch.dtype]) -> None:
 @pytest.mark.sampled(check="races")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_races(shape: str) -> None:
-    rows, n, k, processors = SHAPES[shape]
-    arguments = problem(rows, 5, n, k, ("BlockWise1x128", "BlockWise128x128"), (E4M3, E4M3))
+    rows, _, _, processors, fast = SHAPES[shape]
+    scalings = ("RowWise", "RowWise") if fast else ("BlockWise1x128", "BlockWise128x128")
+    arguments, _ = on_wgmma(shape, scalings, (E4M3, E4M3))
     offs = torch.tensor(rows).cumsum(0)
     found = []
     for options in ({"check_races": True}, {"mode": "lazy"}, {"mode": "lazy", "schedule": "pct"}, {"schedule": "pct"}):
         with testing.emulated("sm_90a", processors=processors, seed=random.randrange(2**31), **options):
-            found.append(scaled_grouped_mm(*arguments, offs=offs))
+            found.append(scaled_grouped_mm(*arguments, offs=offs, use_fast_accum=fast))
     assert all(each.equal(found[0]) for each in found)
 
 

@@ -95,9 +95,11 @@ def losses() -> str:
 def scaled() -> str:
     """Products of FP8, beside the same product in bfloat16."""
     head = ["M, N, K", "tile", "time, µs", "TFLOP/s", "limit", "of the time in bfloat16"]
+    head += ["tile with use_fast_accum", "TFLOP/s", "limit"]
     rows = []
     for shape in SCALED:
         p, wide = predict_scaled(SCALED_GPU, *shape), predict_gemm(SCALED_GPU, *shape, "bfloat16", "nt")[0]
+        fast = predict_scaled(SCALED_GPU, *shape, fast_accum=True)
         seconds = p.time.seconds
         rows.append(
             [
@@ -107,6 +109,9 @@ def scaled() -> str:
                 f"{p.flops / seconds / 1e12:.0f}",
                 p.time.binding,
                 f"{seconds / wide.seconds:.2f}",
+                fast.tile,
+                f"{fast.flops / fast.time.seconds / 1e12:.0f}",
+                fast.time.binding,
             ]
         )
     return markdown(head, rows)

@@ -11,11 +11,10 @@ from statistics import mean
 from benchmarks.model.evidence import Evidence, NotModelledError
 from benchmarks.model.gemm_sm90_work import choose, gemm_sm90_work
 from benchmarks.model.gpus import Gpu
-from benchmarks.model.scaled_work import ROW_BLOCK, scaled_work, shared_lines
+from benchmarks.model.scaled_work import ROW_BLOCK, scaled_plan, scaled_work, shared_lines, tile_name
 from benchmarks.model.work import Time, Work, time_of
 
 TILE_ROWS, SIZE = 128, 2
-SCALED_COLUMNS = 128  # of a tile in FP8
 WIDE, NARROW = 0, 2  # of kConfigs, as kGroupedConfigs
 # Cycles until a consumer has the group of an item. In bfloat16 it finds it: loads from L2, sums over lanes. In FP8 the
 # scales' warp does, ahead of time, and the consumer reads it from shared memory.
@@ -49,14 +48,14 @@ def predict_grouped(gpu: Gpu, rows: int, groups: int, n: int, k: int, float8: bo
 
 
 def _scaled(gpu: Gpu, rows: int, groups: int, n: int, k: int) -> tuple[str, Work]:
-    average = math.ceil(rows / groups)
-    block_m = 256 if math.ceil(average / 256) * 2560 <= math.ceil(average / 128) * 1408 else 128  # as the plan
+    plan = scaled_plan(gpu, rows, n, k, groups=groups)
+    block_m = plan["block_m"]
     # The last tile of a group has from 1 row block to all of them, and needs the tile of b however few it has.
-    all_blocks = block_m // ROW_BLOCK
-    lines = [shared_lines(row_blocks, SCALED_COLUMNS) for row_blocks in range(1, all_blocks + 1)]
-    last_tile = mean(lines) / lines[-1]
-    full_tiles = rows / block_m - groups / 2
-    return scaled_work(gpu, math.ceil(full_tiles + groups * last_tile) * block_m, n, k)
+    lines = [shared_lines(row_blocks, plan["block_n"]) for row_blocks in range(1, block_m // ROW_BLOCK + 1)]
+    tiles = math.ceil(rows / block_m + groups * (mean(lines) / lines[-1] - 0.5))
+    plan["row_tiles"] = tiles
+    plan["clusters"] = min(tiles * plan["column_groups"], gpu.sms // plan["cluster"])
+    return tile_name(plan), scaled_work(gpu, plan, tiles * block_m, n, k)
 
 
 def _bfloat16(gpu: Gpu, rows: int, groups: int, n: int, k: int) -> tuple[str, Work]:

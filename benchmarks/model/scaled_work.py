@@ -16,6 +16,7 @@ from benchmarks.model.prediction import predict_gemm
 from benchmarks.model.work import Amounts, Persistent, Time, Work, time_of
 
 LINE, ROW_BLOCK, CONSUMER_WARPS = 128, 64, 8
+PROMOTED_COLUMNS = 128  # of tiles whose products are added to sums in float32
 OF_16_BITS = 0.5  # the time of a multiply-add, beside one of 16-bit operands
 OUTPUT_BYTES = 2
 
@@ -27,30 +28,43 @@ class ScaledPrediction:
     time: Time
 
 
-def predict_scaled(gpu: Gpu, m: int, n: int, k: int, columns_vary: bool = False) -> ScaledPrediction:
+def predict_scaled(
+    gpu: Gpu, m: int, n: int, k: int, columns_vary: bool = False, fast_accum: bool = False
+) -> ScaledPrediction:
     """Operands in E4M3, contiguous along k; output in bfloat16. columns_vary: with a scale for each 128 elements of
     b."""
-    tile, work = scaled_work(gpu, m, n, k, columns_vary)
-    return ScaledPrediction(tile, 2.0 * m * n * k, time_of(work, gpu))
+    plan = scaled_plan(gpu, m, n, k, fast_accum=fast_accum)
+    work = scaled_work(gpu, plan, m, n, k, columns_vary)
+    return ScaledPrediction(tile_name(plan), 2.0 * m * n * k, time_of(work, gpu))
+
+
+def scaled_plan(gpu: Gpu, m: int, n: int, k: int, *, groups: int = 0, fast_accum: bool = False) -> dict[str, int]:
+    import cuda_ext.ops  # noqa: F401
+
+    find: Any = torch.ops.cuda_ext._scaled_mm_plan
+    refusal, plan = find(m, n, k, gpu.compute_capability, gpu.sms, groups, fast_accum)
+    if refusal:
+        raise NotModelledError(f"scaled products are modelled on wgmma: {refusal}")
+    return dict(plan)
+
+
+def tile_name(plan: dict[str, int]) -> str:
+    return f"{plan['block_m']}x{plan['block_n']}x{LINE}"
 
 
 def shared_lines(row_blocks: int, block_n: int, columns_vary: bool = False) -> int:
     """Lines of 128 bytes that a k tile writes to shared memory and reads: TMA writes both operands; each wgmma reads 64
-    rows and all columns; each of its warps reads scales: two of rows, and one of all columns or those of its columns,
-    two at a time."""
-    return block_n + row_blocks * (ROW_BLOCK + ROW_BLOCK + block_n + 4 * (2 + (block_n // 8 if columns_vary else 1)))
+    rows and all columns; with promotion each of its warps reads scales: two of rows, and one of all columns or those
+    of its columns, two at a time."""
+    scales = 4 * (2 + (block_n // 8 if columns_vary else 1)) if block_n <= PROMOTED_COLUMNS else 0
+    return block_n + row_blocks * (ROW_BLOCK + ROW_BLOCK + block_n + scales)
 
 
-def scaled_work(gpu: Gpu, m: int, n: int, k: int, columns_vary: bool = False) -> tuple[str, Work]:
-    """The tile, and the work, of `predict_scaled`."""
-    import cuda_ext.ops  # noqa: F401
-
-    find: Any = torch.ops.cuda_ext._scaled_mm_plan
-    refusal, plan = find(m, n, k, gpu.compute_capability, gpu.sms)
-    if refusal:
-        raise NotModelledError(f"scaled products are modelled on wgmma: {refusal}")
+def scaled_work(gpu: Gpu, plan: dict[str, int], m: int, n: int, k: int, columns_vary: bool = False) -> Work:
+    """The work of `predict_scaled`, as planned."""
     block_m, block_n, cluster = plan["block_m"], plan["block_n"], plan["cluster"]
-    config = f"ScaledConfig{{{block_m}, {plan['stages']}}}"
+    promotes = str(block_n <= PROMOTED_COLUMNS).lower()
+    config = f"ScaledConfig{{{block_m}, {block_n}, {plan['stages']}, {promotes}}}"
     variant = f"ScaledGemm<float8_e4m3_t, float8_e4m3_t, {config}, {str(columns_vary).lower()}>"
     kernel = golden_kernels()["sm_90a"][f"scaled_gemm_sm90<{variant}>"]
     area = block_m * block_n
@@ -68,7 +82,7 @@ def scaled_work(gpu: Gpu, m: int, n: int, k: int, columns_vary: bool = False) ->
     bands = -(-plan["row_tiles"] // plan["raster"])  # each of which reads b again, unless all of it stays in L2
     b_bytes = n * k * (1 if n * k <= gpu.l2_capacity / 2 else bands)
     workers = plan["clusters"] * cluster
-    work = Work(
+    return Work(
         blocks=plan["row_tiles"] * plan["column_groups"] * cluster,
         blocks_per_sm=1,
         iterations=plan["k_tiles"],
@@ -78,7 +92,6 @@ def scaled_work(gpu: Gpu, m: int, n: int, k: int, columns_vary: bool = False) ->
         memory_bytes=float(m * k + b_bytes + OUTPUT_BYTES * m * n),
         persistent=Persistent(workers, False, RESTART, 2.0 * REMOTE_LATENCY * (cluster > 1)),
     )
-    return f"{block_m}x{block_n}x{LINE}", work
 
 
 # Warp instructions of a tile of 128 x 128 bfloat16, counted in the machine code: loading it; its largest magnitudes;

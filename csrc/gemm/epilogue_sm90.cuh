@@ -244,7 +244,8 @@ DEVICE void store_by_tma(const GemmParams& params, const GemmPlan& plan, const T
   // output. A set of buffers has a slab of each output; all sets but one may be in flight.
   const auto with_slab = [&](int i, int sets, const auto& fill) {
     const int first = i % kSlabs * kSlabColumns;  // of the tile
-    const int row = int(tile.row) + i / kSlabs * Gemm::kRowStep + ConsumerThreads::index() / arch::kWarpSize * kSlabRows;
+    const int row =
+        int(tile.row) + i / kSlabs * Gemm::kRowStep + ConsumerThreads::index() / arch::kWarpSize * kSlabRows;
     const int rows = int(tile.row_end(params)) - row;
     if (rows <= 0 || tile.column + first >= params.n) return;
     await_buffers(sets);

@@ -87,7 +87,7 @@ struct Gemm {
   static constexpr int kWarpgroupM = config.warpgroup_m();
   static constexpr int kRowBlocks = kWarpgroupM / kRowBlock;
   static constexpr int kRowStep = kRowBlock;  // from a row block of a consumer to its next one
-  static constexpr int kSteps = 4;                                         // wgmma along a k tile: 32 bytes each
+  static constexpr int kSteps = 4;            // wgmma along a k tile: 32 bytes each
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // 3 * 168, as at launch
   static constexpr Major kAMajor = a_major, kBMajor = b_major;
 

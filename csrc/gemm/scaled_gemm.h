@@ -35,6 +35,8 @@ struct ScaledGemmParams {
   Operand bias;  // (n,) by column_stride
   double beta = 1.0;
   Operand c;  // (m, n)
+  // Sums may stay in the tensor cores, which keep about 14 bits of them. Without effect if scales depend on the block.
+  bool fast_accum = false;
   Output out;
   // Groups of rows: b, its scales and the bias have one matrix or row for each, with these strides. Not on the CPU,
   // where each group is a product of its own; without c.

@@ -43,7 +43,8 @@ void launch_scaled_gemm_sm90(const ScaledGemmParams& params, const sm90::ScaledP
   maps.a = sm90::scaled_operand_map(params.a, params.k, params.m, params.a.row_stride, sm90::kRowBlock);
   const bool grouped = params.groups.cut == Groups::Cut::kRows;
   const int64_t lines_of_b = grouped ? params.groups.count * params.n : params.n;
-  maps.b = sm90::scaled_operand_map(params.b, params.k, lines_of_b, params.b.column_stride, sm90::kScaledBlockN);
+  maps.b = sm90::scaled_operand_map(params.b, params.k, lines_of_b, params.b.column_stride,
+                                    sm90::kScaledConfigs[plan.config].block_n);
   sm90::GemmPlan of_output;
   of_output.batches = 1;
   if (plan.tma_store) maps.out = sm90::output_map(epilogue, of_output, epilogue.out, 1);

@@ -2,24 +2,25 @@
 //
 // Problem        ScaledGemmParams in scaled_gemm.h; a and b contiguous along k. The epilogue gets bias, c and out as
 //                GemmParams.
-// Tile           (block_m, 128), in k tiles of 128: a line of 128 bytes, and one block of scales.
+// Tile           (block_m, block_n), in k tiles of 128: a line of 128 bytes, and one block of scales.
 // Blocks         are persistent: cluster c computes work items c, c + clusters, ... An item is a tile for each block of
 //                the cluster, adjacent along n.
 // Warpgroups     0: warp 0 is the producer, warp 1 reads scales and hands on the items. 1, 2: consumers, which take the
-//                tile's blocks of 64 rows by turns. Blocks without rows, after the end of the matrix or group, are neither loaded nor
-//                multiplied.
+//                tile's blocks of 64 rows by turns. Blocks without rows, after the end of the matrix or group, are
+//                neither loaded nor multiplied.
 // Cluster        1 or 2 blocks, which have the same rows of a: they load its row blocks by turns, each for both.
 // Barriers       full[stage]: 2 arrivals, of the producer and of the scales' warp, and the bytes of both operands.
 //                empty[stage]: 1 arrival per consumer warp of each block of the cluster.
 //                Named barriers 1, 2: the 128 threads of a consumer, around what they share in shared memory.
-// Shared memory  per stage (block_m + 128) lines of 128 bytes and as many scales; per consumer 16 KB to stage the
-//                output and a bias of 128 floats; barriers. 186 or 203 KB.
+// Shared memory  per stage (block_m + block_n) lines of 128 bytes, as many scales, and the item; per consumer 16 KB to
+//                stage the output and a bias of block_n floats; barriers. 186, 203 or 227 KB.
 // Registers      168 at launch, then 40 for warpgroup 0 and 232 for consumers: 64 of a k tile's product, and 128 or 64
-//                of sums.
+//                of sums; without promotion 128 of sums.
 // Promotion      The tensor cores add products of FP8 with about 14 bits (simt/float8_sum.h). So a wgmma sums 128 terms
 //                at most; then the product, times the scales of its row, column and block, is added to float32
 //                registers. Meanwhile the other consumer multiplies. If all columns of a tile have one scale, it is
 //                multiplied with that of the row first; scales of columns that are the same for all k come at the end.
+//                Without promotion (fast_accum) the sums stay in the tensor cores, and all scales come at the end.
 #pragma once
 
 #include <bit>
@@ -56,7 +57,8 @@ struct ScaledGemm {
   }
   static constexpr bool kColumnsVary = columns_vary;  // as in ScaledPlan
   static constexpr bool kSwapped = false;
-  static constexpr int kBlockM = config.block_m, kBlockN = kScaledBlockN;
+  static constexpr int kBlockM = config.block_m, kBlockN = config.block_n;
+  static constexpr bool kPromotes = config.promotes;
   static constexpr int kTileRowBlocks = kBlockM / kRowBlock, kRowBlocks = kTileRowBlocks / kConsumers;
   static constexpr int kRowStep = kConsumers * kRowBlock;  // from a row block of a consumer to its next one
   static constexpr int kRegisters = kBlockN / 2;           // of the accumulators of a row block per thread
@@ -71,8 +73,8 @@ struct ScaledGemm {
     unsigned char b[kBlockN * kLineBytes];
   };
   struct StageScales {
-    float a[kBlockM];
-    float b[kBlockN];
+    float a[kPromotes ? kBlockM : 1];
+    float b[kPromotes ? kBlockN : 1];
   };
   struct Storage {
     alignas(1024) Stage stages[kStages];
@@ -161,16 +163,18 @@ DEVICE void load_scales(const ScaledGemmParams& params, const ScaledPlan& plan, 
     // Wait until all consumers have released the stage.
     arch::barrier_wait(shared.empty[ring.stage], ring.parity ^ 1);
     // Copy the scales of its rows, and of its columns or the one of all of them.
-    typename Gemm::StageScales& scales = shared.scales[ring.stage];
-    copy_scales<Gemm::kBlockM>(params.scale_a, item.row, params.m, k_tile, scales.a);
-    const Scales of_columns = scales_of_columns(params, item);
-    if constexpr (Gemm::kColumnsVary)
-      copy_scales<Gemm::kBlockN>(of_columns, item.column, params.n, k_tile, scales.b);
-    else if (ConsumerThreads::is_first_lane())
-      arch::store_shared(arch::shared_address(scales.b),
-                         of_columns.has_blocks && item.column < params.n
-                             ? arch::load_global<float>(of_columns.at(item.column, k_tile))
-                             : 1.0f);
+    if constexpr (Gemm::kPromotes) {
+      typename Gemm::StageScales& scales = shared.scales[ring.stage];
+      copy_scales<Gemm::kBlockM>(params.scale_a, item.row, params.m, k_tile, scales.a);
+      const Scales of_columns = scales_of_columns(params, item);
+      if constexpr (Gemm::kColumnsVary)
+        copy_scales<Gemm::kBlockN>(of_columns, item.column, params.n, k_tile, scales.b);
+      else if (ConsumerThreads::is_first_lane())
+        arch::store_shared(arch::shared_address(scales.b),
+                           of_columns.has_blocks && item.column < params.n
+                               ? arch::load_global<float>(of_columns.at(item.column, k_tile))
+                               : 1.0f);
+    }
     // Hand them to the consumers.
     arch::sync_warp();
     if (ConsumerThreads::is_first_lane()) {
@@ -180,17 +184,42 @@ DEVICE void load_scales(const ScaledGemmParams& params, const ScaledPlan& plan, 
   });
 }
 
-// product = the product of a row block and a k tile, from descriptors of its operands.
+// Allows every block that writes a stage to overwrite it: by each warp, when wgmma has read the stage.
 template <class Gemm>
-DEVICE void multiply_k_tile(float (&product)[Gemm::kRegisters], uint64_t a, uint64_t b) {
-  arch::wgmma_fence(product);
-#pragma unroll
-  for (int step = 0; step < Gemm::kSteps; ++step)
-    arch::wgmma_m64k32<typename Gemm::OperandA, typename Gemm::OperandB>(
-        product, arch::advance_descriptor(a, step * 32), arch::advance_descriptor(b, step * 32), step > 0 ? 1 : 0);
-  arch::wgmma_commit();
-  arch::wgmma_wait<0>(product);
+DEVICE void release(const ScaledPlan& plan, typename Gemm::Storage& shared, int stage) {
+  arch::sync_warp();
+  if (!ConsumerThreads::is_first_lane()) return;
+  arch::barrier_arrive(shared.empty[stage]);
+  if (plan.cluster > 1)  // relaxed, because the other block writes only a, which nothing but wgmma has read
+    arch::barrier_arrive_remote_relaxed(
+        arch::mapa(arch::shared_address(&shared.empty[stage]), arch::cluster_rank() ^ 1));
 }
+
+// Descriptors of this consumer's first row block, and of b, in the first stage.
+template <class Gemm>
+struct OperandDescriptors {
+  uint64_t a, b;
+
+  DEVICE explicit OperandDescriptors(const typename Gemm::Storage& shared)
+      : a(of(shared.stages[0].a + Gemm::first_row() * kLineBytes)), b(of(shared.stages[0].b)) {}
+  DEVICE static uint64_t of(const unsigned char* tile) {
+    return arch::make_descriptor(arch::shared_address(tile), 0, 8 * kLineBytes, arch::Swizzle::k128);
+  }
+
+  // Issues sums = or += the product of a row block and the k tile of a stage, as one group.
+  DEVICE void multiply(float (&sums)[Gemm::kRegisters], int stage, int row_block, bool overwrite) const {
+    const int offset = stage * int(sizeof(typename Gemm::Stage));
+    const uint64_t tile_a = arch::advance_descriptor(a, offset + row_block * Gemm::kRowStep * kLineBytes);
+    const uint64_t tile_b = arch::advance_descriptor(b, offset);
+    arch::wgmma_fence(sums);
+#pragma unroll
+    for (int step = 0; step < Gemm::kSteps; ++step)
+      arch::wgmma_m64k32<typename Gemm::OperandA, typename Gemm::OperandB>(
+          sums, arch::advance_descriptor(tile_a, step * 32), arch::advance_descriptor(tile_b, step * 32),
+          step > 0 || !overwrite ? 1 : 0);
+    arch::wgmma_commit();
+  }
+};
 
 // sums += product times the scales of its rows, which have those of the columns in them.
 template <int count>
@@ -217,11 +246,7 @@ DEVICE void promote_columns(const float (&product)[count], float first, float se
 template <class Gemm>
 DEVICE void multiply_scaled(const ScaledPlan& plan, int row_blocks, typename Gemm::Storage& shared,
                             Ring<Gemm::kStages>& ring, typename Gemm::Accumulators& sums) {
-  const auto descriptor = [](const unsigned char* tile) {
-    return arch::make_descriptor(arch::shared_address(tile), 0, 8 * kLineBytes, arch::Swizzle::k128);
-  };
-  const uint64_t a = descriptor(shared.stages[0].a + Gemm::first_row() * kLineBytes);
-  const uint64_t b = descriptor(shared.stages[0].b);
+  const OperandDescriptors<Gemm> operands(shared);
   const int thread = ConsumerThreads::index(), lane = thread % arch::kWarpSize;
   const int row = Gemm::first_row() + thread / arch::kWarpSize * 16 + lane / 4, column = lane % 4 * 2;
 #pragma unroll
@@ -232,15 +257,14 @@ DEVICE void multiply_scaled(const ScaledPlan& plan, int row_blocks, typename Gem
   do {  // there is at least one; ptxas serialises the products of a loop that could have none
     // Wait for the stage.
     arch::barrier_wait(shared.full[ring.stage], ring.parity);
-    const int offset = ring.stage * int(sizeof(typename Gemm::Stage));
     const typename Gemm::StageScales& scales = shared.scales[ring.stage];
 #pragma unroll
     for (int i = 0; i < Gemm::kRowBlocks; ++i) {
-      if (i >= row_blocks) continue;
+      if (i > 0 && i >= row_blocks) continue;
       // Multiply a row block, while the other consumer adds.
       float product[Gemm::kRegisters];
-      multiply_k_tile<Gemm>(product, arch::advance_descriptor(a, offset + i * Gemm::kRowStep * kLineBytes),
-                            arch::advance_descriptor(b, offset));
+      operands.multiply(product, ring.stage, i, true);
+      arch::wgmma_wait<0>(product);
       // Add it to the sums, while the other consumer multiplies.
       const SharedAddress of_rows = arch::shared_address(scales.a + i * Gemm::kRowStep + row);
       const float first = arch::load_shared<float>(of_rows);
@@ -252,31 +276,80 @@ DEVICE void multiply_scaled(const ScaledPlan& plan, int row_blocks, typename Gem
         promote(product, first * of_columns, second * of_columns, sums[i]);
       }
     }
-    // Each warp releases the stage to the blocks that write it. The other one writes only a, which wgmma has read.
-    arch::sync_warp();
-    if (ConsumerThreads::is_first_lane()) arch::barrier_arrive(shared.empty[ring.stage]);
-    if (ConsumerThreads::is_first_lane() && plan.cluster > 1)
-      arch::barrier_arrive_remote_relaxed(
-          arch::mapa(arch::shared_address(&shared.empty[ring.stage]), arch::cluster_rank() ^ 1));
+    release<Gemm>(plan, shared, ring.stage);
     ring.advance();
   } while (--left > 0);
+}
+
+// The same, but the tensor cores add.
+template <class Gemm>
+DEVICE void multiply_fast(const ScaledPlan& plan, typename Gemm::Storage& shared, Ring<Gemm::kStages>& ring,
+                          typename Gemm::Accumulators& sums) {
+  static_assert(Gemm::kRowBlocks == 1);
+  const OperandDescriptors<Gemm> operands(shared);
+  int before = -1;  // the stage that products in flight may still read
+  int left = plan.k_tiles;
+  do {
+    // Wait for the stage, and issue its products.
+    arch::barrier_wait(shared.full[ring.stage], ring.parity);
+    operands.multiply(sums[0], ring.stage, 0, before < 0);
+    // Wait for the products before, and release their stage.
+    arch::wgmma_wait<1>();
+    if (before >= 0) release<Gemm>(plan, shared, before);
+    before = ring.stage;
+    ring.advance();
+  } while (--left > 0);
+  arch::wgmma_wait<0>(sums);
+  release<Gemm>(plan, shared, before);
+}
+
+// Of an item without rows for this consumer.
+template <class Gemm>
+DEVICE void release_all(const ScaledPlan& plan, typename Gemm::Storage& shared, Ring<Gemm::kStages>& ring) {
+#pragma unroll 1
+  for (int k_tile = 0; k_tile < plan.k_tiles; ++k_tile, ring.advance()) {
+    arch::barrier_wait(shared.full[ring.stage], ring.parity);
+    release<Gemm>(plan, shared, ring.stage);
+  }
 }
 
 // sums times the scales of their columns, which are the same for all blocks of k. `column`: the first of the tile.
 template <class Gemm>
 DEVICE void scale_columns(const Scales& scales, int64_t column, int64_t columns, typename Gemm::Accumulators& sums) {
-  column += ConsumerThreads::index() % 4 * 2;
+  constexpr int kLanes = arch::kWarpSize;
+  const int lane = ConsumerThreads::index() % kLanes;
+  float of_lanes[Gemm::kBlockN / kLanes];  // every 32nd column
+#pragma unroll
+  for (int i = 0; i < Gemm::kBlockN / kLanes; ++i) {
+    const int64_t own = column + i * kLanes + lane;
+    of_lanes[i] = arch::load_global<float>(scales.at(own < columns ? own : columns - 1, 0));
+  }
 #pragma unroll
   for (int j = 0; j < Gemm::kRegisters / 4; ++j)
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int64_t own = column + 8 * j + r;
-      const float scale = arch::load_global<float>(scales.at(own < columns ? own : columns - 1, 0));
+      const float scale = arch::shuffle(of_lanes[8 * j / kLanes], 8 * j % kLanes + lane % 4 * 2 + r);
 #pragma unroll
       for (int i = 0; i < Gemm::kRowBlocks; ++i) {
         sums[i][4 * j + r] *= scale;
         sums[i][4 * j + r + 2] *= scale;
       }
+    }
+}
+
+// sums times the scales of their rows, which are the same for all blocks of k. `row`: the first of this consumer.
+template <class Gemm>
+DEVICE void scale_rows(const Scales& scales, int64_t row, int64_t rows, typename Gemm::Accumulators& sums) {
+  const int thread = ConsumerThreads::index();
+  row += thread / arch::kWarpSize * 16 + thread % arch::kWarpSize / 4;
+#pragma unroll
+  for (int i = 0; i < Gemm::kRowBlocks; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t own = row + i * Gemm::kRowStep + half * 8;
+      const float scale = arch::load_global<float>(scales.at(own < rows ? own : rows - 1, 0));
+#pragma unroll
+      for (int r = half * 2; r < Gemm::kRegisters; r += r % 2 == 0 ? 1 : 3) sums[i][r] *= scale;
     }
 }
 
@@ -286,19 +359,29 @@ DEVICE void consume_scaled(const ScaledGemmParams& params, const GemmParams& epi
                            const TensorMaps& maps, typename Gemm::Storage& shared) {
   const GemmPlan no_plan;  // of what only other kernels do
   Ring<Gemm::kStages> ring;
-  const int items = Gemm::items(params, plan);
+  const int first = arch::block_x() / plan.cluster, items = Gemm::items(params, plan);
+  int left = items > first ? (items - first + plan.clusters - 1) / plan.clusters : 0;
 #pragma unroll 1
-  for (int index = arch::block_x() / plan.cluster; index < items; index += plan.clusters) {
+  for (; left > 0; --left) {
     // The item of the next stage.
     arch::barrier_wait(shared.full[ring.stage], ring.parity);
     const auto item =
         std::bit_cast<ScaledItem>(arch::load_shared<arch::Words4>(arch::shared_address(&shared.items[ring.stage])));
-    if (plan.tma_store)
-      stage_bias<Gemm>(epilogue, item.column / Gemm::kBlockN, item.group * params.bias_group_stride, shared);
     // Consumers take row blocks by turns, so that both have some of a tile that is not full.
     const int own_blocks = (row_blocks<Gemm>(item) + 1 - ConsumerThreads::consumer()) / kConsumers;
+    if (own_blocks == 0) {
+      release_all<Gemm>(plan, shared, ring);
+      continue;
+    }
+    if (plan.tma_store)
+      stage_bias<Gemm>(epilogue, item.column / Gemm::kBlockN, item.group * params.bias_group_stride, shared);
     typename Gemm::Accumulators sums;
-    multiply_scaled<Gemm>(plan, own_blocks, shared, ring, sums);
+    if constexpr (Gemm::kPromotes) {
+      multiply_scaled<Gemm>(plan, own_blocks, shared, ring, sums);
+    } else {
+      multiply_fast<Gemm>(plan, shared, ring, sums);
+      scale_rows<Gemm>(params.scale_a, item.row + Gemm::first_row(), params.m, sums);
+    }
     if (!Gemm::kColumnsVary && !params.scale_b.has_blocks)
       scale_columns<Gemm>(scales_of_columns(params, item), item.column, params.n, sums);
     const typename Gemm::Position tile{{0, item.row + Gemm::first_row(), item.column, Gemm::Rows::kColumns},

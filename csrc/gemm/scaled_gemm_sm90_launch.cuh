@@ -15,11 +15,13 @@ void ScaledGemmSm90<A, B>::launch(const ScaledGemmParams& params, const GemmPara
     launch_clusters<scaled_gemm_sm90<Kernel>, Kernel>("scaled_gemm_sm90", plan.clusters, plan.cluster, stream, params,
                                                       epilogue, plan, maps);
   };
-  static_assert(kNumScaledConfigs == 2);
+  static_assert(kNumScaledConfigs == 3);
   if (plan.config == 0)
     plan.columns_vary ? launch_kernel.template operator()<0, true>() : launch_kernel.template operator()<0, false>();
-  else
+  else if (plan.config == 1)
     plan.columns_vary ? launch_kernel.template operator()<1, true>() : launch_kernel.template operator()<1, false>();
+  else  // without promotion scales do not depend on the block
+    launch_kernel.template operator()<2, false>();
 }
 
 }  // namespace cuda_ext::sm90

@@ -15,11 +15,12 @@ void ScaledGroupsSm90<A>::launch(const ScaledGemmParams& params, const GemmParam
     launch_clusters<scaled_gemm_sm90<Kernel>, Kernel>("scaled_gemm_sm90", plan.clusters, plan.cluster, stream, params,
                                                       epilogue, plan, maps);
   };
-  static_assert(kNumScaledConfigs == 2);
-  if (plan.config == 0)
-    launch_kernel.template operator()<0>();
-  else
-    launch_kernel.template operator()<1>();
+  static_assert(kNumScaledConfigs == 3);
+  switch (plan.config) {
+    case 0: return launch_kernel.template operator()<0>();
+    case 1: return launch_kernel.template operator()<1>();
+    default: return launch_kernel.template operator()<2>();
+  }
 }
 
 }  // namespace cuda_ext::sm90

@@ -7,6 +7,7 @@
 #include "base/device.h"
 #include "gemm/problem.h"
 #include "gemm/scaled_tiles_sm90.h"
+#include "gemm/tiles_sm90.h"
 
 namespace cuda_ext::sm90 {
 
@@ -29,32 +30,57 @@ inline std::string reason_to_refuse(const ScaledGemmParams& params, const rt::De
   return std::max({params.m, lines_of_b, params.k}) >= int64_t(1) << 31 ? "a size is 2^31 or more" : "";
 }
 
+// Lines of 128 bytes that a k tile writes to and reads from shared memory, which limits the speed. A block of 64 rows
+// is written, and read once with all columns.
+constexpr int64_t shared_lines(const ScaledConfig& config, int64_t tiles, int64_t row_blocks) {
+  return tiles * config.block_n + row_blocks * (2 * kRowBlock + config.block_n);
+}
+
+inline bool can_run(const ScaledConfig& config, const ScaledGemmParams& params) {
+  return config.promotes || (params.fast_accum && !params.has_blocks());
+}
+
+// What the plans of all products have in common.
+inline ScaledPlan plan_columns(const ScaledGemmParams& params, const rt::Device& device, int config) {
+  ScaledPlan plan;
+  plan.config = config;
+  const int64_t columns = ceil_div(params.n, kScaledConfigs[config].block_n);
+  plan.cluster = columns > 1 && device.num_sms > 1 ? 2 : 1;
+  plan.column_groups = checked_count(ceil_div(columns, plan.cluster), "columns of tiles");
+  plan.k_tiles = int(ceil_div(params.k, kScaleBlock));
+  plan.tma_store = can_store_scaled_by_tma(params);
+  return plan;
+}
+
 // Of groups of rows. The host does not know them: the plan is for groups of the same size.
 inline ScaledChoice choose_scaled_groups_plan(const ScaledGemmParams& params, const rt::Device& device) {
   ScaledChoice choice{.plan = {}, .refusal = reason_to_refuse(params, device)};
   if (!choice.refusal.empty()) return choice;
-  const auto refuse = [&](std::string why) {
-    choice.refusal = std::move(why);
+  if (params.b.dtype != Dtype::kFloat8E4M3) {
+    choice.refusal = "mat_b is not of float8_e4m3fn";
     return choice;
-  };
-  if (params.b.dtype != Dtype::kFloat8E4M3) return refuse("mat_b is not of float8_e4m3fn");
-  if (!can_store_scaled_by_tma(params)) return refuse("the output's rows do not begin at multiples of 16 bytes");
-  const int64_t rows = ceil_div(params.m, params.groups.count), columns = ceil_div(params.n, kScaledBlockN);
-  const auto cost = [&](const ScaledConfig& config) {  // as below
-    return ceil_div(rows, config.block_m) * config.block_m * (config.block_m == 256 ? 10 : 11);
-  };
-  ScaledPlan& plan = choice.plan;
-  plan.config = cost(kScaledConfigs[0]) <= cost(kScaledConfigs[1]) ? 0 : 1;
-  const int block_m = kScaledConfigs[plan.config].block_m;
-  plan.cluster = columns > 1 && device.num_sms > 1 ? 2 : 1;
-  plan.column_groups = checked_count(ceil_div(columns, plan.cluster), "columns of tiles");
-  // Each group may have a tile that is not full.
-  plan.row_tiles = checked_count(params.m / block_m + params.groups.count, "rows of tiles");
-  checked_count(int64_t(plan.row_tiles) * plan.column_groups, "tiles of the output");
-  plan.clusters = std::min(plan.items(), std::max(1, device.num_sms / plan.cluster));
-  plan.raster = 1024 / block_m;
-  plan.k_tiles = int(ceil_div(params.k, kScaleBlock));
-  plan.tma_store = true;
+  }
+  if (!can_store_scaled_by_tma(params)) {
+    choice.refusal = "the output's rows do not begin at multiples of 16 bytes";
+    return choice;
+  }
+  const int64_t rows = ceil_div(params.m, params.groups.count);
+  int64_t least = 0;
+  for (int index = 0; index < kNumScaledConfigs; ++index) {
+    const ScaledConfig& config = kScaledConfigs[index];
+    if (!can_run(config, params)) continue;
+    ScaledPlan plan = plan_columns(params, device, index);
+    const int64_t columns = int64_t(plan.column_groups) * plan.cluster;
+    const int64_t cost = columns * shared_lines(config, ceil_div(rows, config.block_m), ceil_div(rows, kRowBlock));
+    if (index > 0 && cost > least) continue;  // of equal ones the later, which has more stages
+    least = cost;
+    // Each group may have a tile that is not full.
+    plan.row_tiles = checked_count(params.m / config.block_m + params.groups.count, "rows of tiles");
+    checked_count(int64_t(plan.row_tiles) * plan.column_groups, "tiles of the output");
+    plan.clusters = std::min(plan.items(), std::max(1, device.num_sms / plan.cluster));
+    plan.raster = 1024 / config.block_m;
+    choice.plan = plan;
+  }
   return choice;
 }
 
@@ -65,27 +91,19 @@ inline ScaledChoice choose_scaled_plan(const ScaledGemmParams& params, const rt:
   int64_t least = 0;
   for (int index = 0; index < kNumScaledConfigs; ++index) {
     const ScaledConfig& config = kScaledConfigs[index];
-    ScaledPlan plan;
-    plan.config = index;
+    if (!can_run(config, params)) continue;
+    ScaledPlan plan = plan_columns(params, device, index);
     plan.row_tiles = checked_count(ceil_div(params.m, config.block_m), "rows of tiles");
-    const int64_t columns = ceil_div(params.n, kScaledBlockN);
-    plan.cluster = columns > 1 && device.num_sms > 1 ? 2 : 1;
-    plan.column_groups = checked_count(ceil_div(columns, plan.cluster), "columns of tiles");
     checked_count(int64_t(plan.row_tiles) * plan.column_groups, "tiles of the output");
-    const int at_once = std::max(1, device.num_sms / plan.cluster);
-    const int64_t waves = ceil_div(plan.items(), at_once);
+    const int64_t waves = ceil_div(plan.items(), std::max(1, device.num_sms / plan.cluster));
+    const int64_t cost = waves * shared_lines(config, 1, config.block_m / kRowBlock);
+    if (index > 0 && cost >= least) continue;
+    least = cost;
     plan.clusters = int(ceil_div(plan.items(), waves));
     // About a square of tiles at once.
     plan.raster = std::min(plan.row_tiles, 2048 / config.block_m);
-    plan.k_tiles = int(ceil_div(params.k, kScaleBlock));
     plan.columns_vary = params.scale_b.has_blocks && params.scale_b.line_shift == 0;
-    plan.tma_store = can_store_scaled_by_tma(params);
-    // A row of the larger tile takes less time: fewer reads of shared memory, which is the limit.
-    const int64_t cost = waves * config.block_m * (config.block_m == 256 ? 10 : 11);
-    if (index == 0 || cost < least) {
-      choice.plan = plan;
-      least = cost;
-    }
+    choice.plan = plan;
   }
   return choice;
 }

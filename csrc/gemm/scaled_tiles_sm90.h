@@ -6,15 +6,20 @@
 
 namespace cuda_ext::sm90 {
 
-constexpr int kScaledBlockN = 128;
-
 // A tile shape, and the k tiles that fit in shared memory.
 struct ScaledConfig {
   int block_m;
+  int block_n;
   int stages;
+  bool promotes;  // adds each k tile's product to sums in float32; else the tensor cores sum
 };
-// Tiles of 256 rows read each operand least often; those of 128 leave fewer SMs idle.
-constexpr ScaledConfig kScaledConfigs[] = {{.block_m = 256, .stages = 3}, {.block_m = 128, .stages = 5}};
+// Tiles of 256 rows read each operand least often; those of 128 leave fewer SMs idle. Without promotion there are
+// registers for the accumulators of 256 columns, which read shared memory least, the limit of all three.
+constexpr ScaledConfig kScaledConfigs[] = {
+    {.block_m = 256, .block_n = 128, .stages = 3, .promotes = true},
+    {.block_m = 128, .block_n = 128, .stages = 5, .promotes = true},
+    {.block_m = 128, .block_n = 256, .stages = 4, .promotes = false},
+};
 constexpr int kNumScaledConfigs = int(sizeof kScaledConfigs / sizeof kScaledConfigs[0]);
 
 // Everything the host decides; the same for all blocks.

@@ -105,7 +105,7 @@ Answer plan_scaled(const char* op, const Tensor& a, const Tensor& b, const std::
   const sm90::ScaledConfig& config = sm90::kScaledConfigs[plan.config];
   return {"sm_90", "", "",
           numbers({{"block_m", config.block_m},
-                   {"block_n", sm90::kScaledBlockN},
+                   {"block_n", config.block_n},
                    {"block_k", kScaleBlock},
                    {"stages", config.stages},
                    {"ping_pong", 0},
@@ -215,6 +215,7 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   m.def(
       "_gemm_plan(Tensor a, Tensor b, Tensor? c, Tensor? bias, Tensor? residual, Tensor? offs, str? activation, "
       "float alpha, float beta, ScalarType? out_dtype, bool gated, bool save_preact, int compute_capability, "
-      "int num_sms, int config=-1, int cluster=0, int k_blocks=0, int splits=0) -> (str, str, str, Dict(str, int), float)",
+      "int num_sms, int config=-1, int cluster=0, int k_blocks=0, int splits=0) -> (str, str, str, Dict(str, int), "
+      "float)",
       cuda_ext::gemm_plan);
 }

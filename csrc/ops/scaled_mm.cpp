@@ -139,7 +139,7 @@ Tensor composed_scaled_mm(const Tensor& a, const Tensor& b, const ScaleLines& sc
 
 Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t scaling_a, const Tensor& scale_b,
                  int64_t scaling_b, const OptionalTensor& bias, const OptionalTensor& c, double beta,
-                 at::ScalarType type) {
+                 at::ScalarType type, bool use_fast_accum) {
   check_fp8(kOp, "mat_a", a);
   check_fp8(kOp, "mat_b", b);
   check_same_device(kOp, "mat_b", b, "mat_a", a);
@@ -179,6 +179,7 @@ Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_
   if (is_given(bias)) params.bias = matrix(*bias);
   if (addend && beta != 0) params.c = matrix(*addend);
   params.beta = beta;
+  params.fast_accum = use_fast_accum;
   params.out = output(out);
   if (kernels == nullptr) {
     launch_scaled_gemm(params);
@@ -197,14 +198,14 @@ Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_
 // FP8 numbers have no derivative.
 Tensor scaled_mm_autograd(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t scaling_a,
                           const Tensor& scale_b, int64_t scaling_b, const OptionalTensor& bias, const OptionalTensor& c,
-                          double beta, at::ScalarType type) {
+                          double beta, at::ScalarType type, bool use_fast_accum) {
   CUDA_EXT_CHECK(
       !any_requires_grad(a, b, scale_a, scale_b, bias, c) && !any_has_tangent(a, b, scale_a, scale_b, bias, c), kOp,
       "expected no tensor that requires grad: products of FP8 have no derivative; call ",
       "cuda_ext.fp8.linear, which has, or this op under torch.no_grad()");
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   static const auto op = find_op<decltype(scaled_mm)>(CUDA_EXT_OP("scaled_mm"));
-  return op.call(a, b, scale_a, scaling_a, scale_b, scaling_b, bias, c, beta, type);
+  return op.call(a, b, scale_a, scaling_a, scale_b, scaling_b, bias, c, beta, type, use_fast_accum);
 }
 
 constexpr const char* kGrouped = "scaled_grouped_mm";
@@ -284,7 +285,7 @@ void multiply_groups_on_cpu(const ScaledGemmParams& params, const Tensor& b, con
 
 Tensor scaled_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t scaling_a,
                          const Tensor& scale_b, int64_t scaling_b, const Tensor& offs, const OptionalTensor& bias,
-                         at::ScalarType type) {
+                         at::ScalarType type, bool use_fast_accum) {
   check_fp8(kGrouped, "mat_a", a);
   check_given(kGrouped, "mat_b", b);
   CUDA_EXT_CHECK(b.dim() == 3 && is_fp8(b.scalar_type()) && b.size(1) == a.size(1), kGrouped,
@@ -327,6 +328,7 @@ Tensor scaled_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a
   params.k = a.size(1);
   params.a = matrix(a);
   params.scale_a = lines_a.params();
+  params.fast_accum = use_fast_accum;
   params.out = output(out);
   if (kernels == nullptr) {
     multiply_groups_on_cpu(params, b, of_groups, scaling_b, ends, bias, out);
@@ -352,32 +354,36 @@ Tensor scaled_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a
 
 Tensor scaled_grouped_mm_autograd(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t scaling_a,
                                   const Tensor& scale_b, int64_t scaling_b, const Tensor& offs,
-                                  const OptionalTensor& bias, at::ScalarType type) {
+                                  const OptionalTensor& bias, at::ScalarType type, bool use_fast_accum) {
   CUDA_EXT_CHECK(!any_requires_grad(a, b, scale_a, scale_b, bias) && !any_has_tangent(a, b, scale_a, scale_b, bias),
                  kGrouped, "expected no tensor that requires grad: products of FP8 have no derivative; call this op ",
                  "under torch.no_grad()");
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   static const auto op = find_op<decltype(scaled_grouped_mm)>(CUDA_EXT_OP("scaled_grouped_mm"));
-  return op.call(a, b, scale_a, scaling_a, scale_b, scaling_b, offs, bias, type);
+  return op.call(a, b, scale_a, scaling_a, scale_b, scaling_b, offs, bias, type, use_fast_accum);
 }
 
 using Numbers = c10::Dict<std::string, int64_t>;
 
 // What the kernel on wgmma would do, or why it cannot run, for the paper model.
 std::tuple<std::string, Numbers> scaled_mm_plan(int64_t m, int64_t n, int64_t k, int64_t compute_capability,
-                                                int64_t num_sms) {
+                                                int64_t num_sms, int64_t groups, bool use_fast_accum) {
   ScaledGemmParams params;
   params.m = m;
   params.n = n;
   params.k = k;
+  params.b.dtype = Dtype::kFloat8E4M3;
   params.out.dtype = Dtype::kBFloat16;
+  params.groups.count = groups;
+  params.fast_accum = use_fast_accum;
+  const rt::Device device{int(compute_capability), int(num_sms), rt::shared_bytes_of_sm(90)};
   const sm90::ScaledChoice choice =
-      sm90::choose_scaled_plan(params, {int(compute_capability), int(num_sms), rt::shared_bytes_of_sm(90)});
+      groups > 0 ? sm90::choose_scaled_groups_plan(params, device) : sm90::choose_scaled_plan(params, device);
   const sm90::ScaledPlan& plan = choice.plan;
   Numbers numbers;
   numbers.insert("block_m", sm90::kScaledConfigs[plan.config].block_m);
   numbers.insert("stages", sm90::kScaledConfigs[plan.config].stages);
-  numbers.insert("block_n", sm90::kScaledBlockN);
+  numbers.insert("block_n", sm90::kScaledConfigs[plan.config].block_n);
   numbers.insert("cluster", plan.cluster);
   numbers.insert("clusters", plan.clusters);
   numbers.insert("row_tiles", plan.row_tiles);
@@ -493,7 +499,8 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout};
   m.def(
       "scaled_mm(Tensor mat_a, Tensor mat_b, Tensor scale_a, int scaling_a, Tensor scale_b, int scaling_b, "
-      "Tensor? bias=None, Tensor? input=None, float beta=1.0, *, ScalarType output_dtype) -> Tensor",
+      "Tensor? bias=None, Tensor? input=None, float beta=1.0, *, ScalarType output_dtype, "
+      "bool use_fast_accum=False) -> Tensor",
       tags);
   m.def("quantize_fp8(Tensor input, ScalarType dtype, int scaling, bool power_of_two=False) -> (Tensor, Tensor)", tags);
   m.def(
@@ -502,10 +509,12 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
       tags);
   m.def(
       "scaled_grouped_mm(Tensor mat_a, Tensor mat_b, Tensor scale_a, int scaling_a, Tensor scale_b, int scaling_b, "
-      "Tensor offs, Tensor? bias=None, *, ScalarType output_dtype) -> Tensor",
+      "Tensor offs, Tensor? bias=None, *, ScalarType output_dtype, bool use_fast_accum=False) -> Tensor",
       tags);
-  m.def("_scaled_mm_plan(int m, int n, int k, int compute_capability, int num_sms) -> (str, Dict(str, int))",
-        scaled_mm_plan, tags);
+  m.def(
+      "_scaled_mm_plan(int m, int n, int k, int compute_capability, int num_sms, int groups=0, "
+      "bool use_fast_accum=False) -> (str, Dict(str, int))",
+      scaled_mm_plan, tags);
   register_layout_errors(m, {"scaled_mm", "scaled_grouped_mm", "quantize_fp8", "quantize_fp8_both"});
 }
 

@@ -72,6 +72,7 @@ def _(
     beta: float = 1.0,
     *,
     output_dtype: torch.dtype,
+    use_fast_accum: bool = False,
 ) -> Tensor:
     op = "scaled_mm"
     for name, operand in (("mat_a", mat_a), ("mat_b", mat_b)):
@@ -124,6 +125,7 @@ def _(
     bias: Tensor | None = None,
     *,
     output_dtype: torch.dtype,
+    use_fast_accum: bool = False,
 ) -> Tensor:
     op = "scaled_grouped_mm"
     check(

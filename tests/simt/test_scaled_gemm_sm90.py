@@ -36,7 +36,7 @@ def run(arguments: list[Any], options: dict[str, Any], **emulation: Any) -> tupl
 
 def assert_near(out: Tensor, arguments: list[Any], options: dict[str, Any]) -> None:
     """The result in float64, within the error of sums in float32 and the roundings of the output and its addends."""
-    terms = {name: value for name, value in options.items() if name != "output_dtype"}
+    terms = {name: value for name, value in options.items() if name not in ("output_dtype", "use_fast_accum")}
     exact = reference_scaled_mm(*arguments, **terms)
     magnitudes = [each.float().abs().to(each.dtype) for each in arguments[:2]]
     magnitude = reference_scaled_mm(*magnitudes, *arguments[2:])
@@ -83,6 +83,37 @@ def test_tiles_and_epilogues(shape: str, formats: tuple[torch.dtype, torch.dtype
         assert counters["wgmma"] == products and counters["mma"] == 0
 
 
+# As SHAPES, for sums in the tensor cores: tiles of 256 columns, if they leave no SM idle.
+FAST = {
+    "one tile": ((100, 200, 300), 1),
+    "one row block": ((40, 1000, 700), 2),
+    "cluster, a k tile more than stages": ((200, 1000, 600), 2),
+    "several items of a cluster": ((600, 1000, 200), 2),
+    "one column of tiles, several items": ((520, 256, 130), 1),
+}
+
+
+@pytest.mark.parametrize("formats", [*itertools.product((E4M3, E5M2), repeat=2)], ids=str)
+@pytest.mark.parametrize("shape", FAST)
+def test_sums_in_the_tensor_cores(shape: str, formats: tuple[torch.dtype, torch.dtype]) -> None:
+    sizes, processors = FAST[shape]
+    _, plan = torch.ops.cuda_ext._scaled_mm_plan(*sizes, 90, processors, 0, True)
+    assert (plan["block_m"], plan["block_n"]) == (128, 256)
+    arguments = problem(*sizes, (random.choice(SCALINGS[:2]), random.choice(SCALINGS[:2])), formats)
+    m, n, k = sizes
+    for dtype in (torch.bfloat16, torch.float32):
+        options: dict[str, Any] = {"output_dtype": dtype, "use_fast_accum": True}
+        if random.random() < 0.5:
+            options["bias"] = torch.randn(n)
+        if random.random() < 0.5:
+            options["input"] = torch.randn(m, n)
+        seed = random.randrange(2**31)
+        out, counters, _ = run(arguments, options, mode="lazy", schedule="pct", seed=seed, processors=processors)
+        assert_near(out, arguments, options)
+        products = -(-m // 64) * plan["column_groups"] * plan["cluster"] * 4 * -(-k // 128)
+        assert counters["wgmma"] == products and counters["mma"] == 0
+
+
 def test_integers_are_exact() -> None:
     a, b = (torch.randint(-8, 9, size).to(E4M3) for size in ((300, 900), (900, 270)))
     one = torch.ones(1)
@@ -102,12 +133,15 @@ def test_operands_that_tma_cannot_read_are_copied() -> None:
 def test_promotion_keeps_what_the_tensor_cores_lose() -> None:
     """With accumulators of 14 bits a sum of 8192 positive terms is off by the truncation of sums of 128."""
     k = 8192
-    a, b = (torch.rand(size).add(0.5).to(E4M3) for size in ((64, k), (k, 64)))
+    a, b = (torch.rand(size).add(0.5).to(E4M3) for size in ((64, k), (k, 256)))
     one, exact = torch.ones(1), a.double() @ b.double()
     arguments = [a, b, one, "TensorWise", one, "TensorWise"]
     out, _, _ = run(arguments, {"output_dtype": torch.float32}, float8_sum_bits=14)
     error = ((out.double() - exact) / exact).abs().max()
     assert 0 < error < 5e-4, error  # a sum of 128 such terms is cut to 14 bits 4 times, 2**-13 each at most
+    options = {"output_dtype": torch.float32, "use_fast_accum": True}
+    fast, _, _ = run(arguments, options, float8_sum_bits=14, processors=1)
+    assert ((fast.double() - exact) / exact).abs().max() >= 1e-3
 
 
 RACES = [
@@ -118,13 +152,16 @@ RACES = [
     ((768, 700, 500), {"scaling_b": "BlockWise128x128"}, 2),
     ((512, 100, 500), {"scaling_b": "BlockWise128x128"}, 1),
     ((300, 300, 300), {"scaling_b": "RowWise"}, 1),
+    ((200, 1000, 700), {"scalings": ("RowWise", "RowWise"), "use_fast_accum": True, "bias": True}, 2),
+    ((300, 256, 300), {"scalings": ("TensorWise", "RowWise"), "use_fast_accum": True}, 1),
 ]
 
 
 def race_problem(sizes: tuple[int, int, int], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     m, n, _ = sizes
-    arguments = problem(*sizes, ("BlockWise1x128", options.get("scaling_b", "BlockWise1x128")), (E4M3, E4M3))
-    options = {name: value for name, value in options.items() if name != "scaling_b"}
+    scalings = options.get("scalings", ("BlockWise1x128", options.get("scaling_b", "BlockWise1x128")))
+    arguments = problem(*sizes, scalings, (E4M3, E4M3))
+    options = {name: value for name, value in options.items() if name not in ("scaling_b", "scalings")}
     tensors = {"input": torch.randn(m, n), "bias": torch.randn(n)}
     return arguments, {name: tensors.get(name, value) for name, value in options.items()}
 
