@@ -95,26 +95,29 @@ SHAPES = {
 
 @pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3)], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_on_wgmma(shape: str, formats: tuple[torch.dtype, torch.dtype]) -> None:
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90a", "sm_120"])
+def test_on_tensor_cores_of_fp8(arch: str, shape: str, formats: tuple[torch.dtype, torch.dtype]) -> None:
     rows, n, k, processors = SHAPES[shape]
     scalings = random.choice(TOKENS), random.choice(WEIGHTS)
     arguments = problem(rows, 5, n, k, scalings, formats)
     offs = torch.tensor(rows).cumsum(0)
     seed = random.randrange(2**31)
-    with testing.emulated("sm_90a", processors=processors, mode="lazy", schedule="pct", seed=seed) as device:
+    with testing.emulated(arch, processors=processors, mode="lazy", schedule="pct", seed=seed) as device:
         check(arguments, offs, bias=torch.randn(len(rows), n) if random.random() < 0.5 else None)
-    assert device.counters["wgmma"] > 0 and device.counters["mma"] == 0
+    used, unused = ("wgmma", "mma") if arch == "sm_90a" else ("mma", "wgmma")
+    assert device.counters[used] > 0 and device.counters[unused] == 0
 
 
 @pytest.mark.sampled(check="races")
 @pytest.mark.parametrize("shape", SHAPES)
-def test_no_races(shape: str) -> None:
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90a"])
+def test_no_races(arch: str, shape: str) -> None:
     rows, n, k, processors = SHAPES[shape]
     arguments = problem(rows, 5, n, k, ("BlockWise1x128", "BlockWise128x128"), (E4M3, E4M3))
     offs = torch.tensor(rows).cumsum(0)
     found = []
     for options in ({"check_races": True}, {"mode": "lazy"}, {"mode": "lazy", "schedule": "pct"}, {"schedule": "pct"}):
-        with testing.emulated("sm_90a", processors=processors, seed=random.randrange(2**31), **options):
+        with testing.emulated(arch, processors=processors, seed=random.randrange(2**31), **options):
             found.append(scaled_grouped_mm(*arguments, offs=offs))
     assert all(each.equal(found[0]) for each in found)
 

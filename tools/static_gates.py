@@ -140,6 +140,8 @@ RULES = (
         gap=None,
         registers_from="gemm/scaled_gemm_sm90.cuh",
     ),
+    # sm_100 converts the operands to float16.
+    Rule("scaled_gemm_sm89", ("[QH]MMA", "LDSM", "LDGSTS")),
     # Here ptxas moves the softmax after the wait, so that only the other consumer's products overlap it.
     replace(ATTENTION_WGMMA, name=r"attention_fwd_sm90<Forward<\w+, ForwardConfig{256, 256, \d+, 80", overlap=0),
     replace(ATTENTION_WGMMA, name=r"attention_fwd_sm90<Forward<\w+, ForwardConfig{256", overlap=30),
@@ -698,17 +700,19 @@ def build_log(stamp: dict[str, Any]) -> str:
 
 
 def shared_kernels(objects: Iterable[Path]) -> list[str]:
-    """The faults of objects for sm_90a alone: kernels that are not of these sources, so that others launch them too."""
+    """The faults of objects for some architectures alone: kernels that are not of these sources, so that others launch
+    them too."""
     found = []
     for path in objects:
-        if _build.SM90A_SOURCES not in path.name:
+        alone = [name for name in (_build.SM90A_SOURCES, _build.SM89_SOURCES) if name in path.name]
+        if not alone:
             continue
         symbols = re.findall(r"^\s*Function (\S+):$", _dump(path, "-res-usage"), re.MULTILINE)
         names = readable(symbols) if symbols else []
         found += [
-            f"{path.name}: expected only kernels for sm_90a, got {name}; launch it from another source"
+            f"{path.name}: expected only kernels for {alone[0][1:]}, got {name}; launch it from another source"
             for name in names
-            if _build.SM90A_SOURCES not in name.partition("<")[0]
+            if alone[0] not in name.partition("<")[0]
         ]
     return found
 
