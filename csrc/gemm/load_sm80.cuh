@@ -56,8 +56,8 @@ class TileCopy {
     source_ += strides_.k_tile;
   }
 
-  // Starts copying a k tile, of whose depth `left` is inside the matrix, and advances to the next. `aligned`: the caller
-  // knows that vector_bytes is 16.
+  // Starts copying a k tile, of whose depth `left` is inside the matrix, and advances to the next. `aligned`:
+  // vector_bytes is known to be 16.
   template <bool aligned = false>
   DEVICE void copy(arch::SharedAddress tile, int left) {
     if (aligned || strides_.vector_bytes == 16)

@@ -1,10 +1,11 @@
-// Scaled products of FP8 on mma.sync, for GPUs that have FP8 tensor cores and no kernel on wgmma: sm_89, sm_100, sm_120.
+// Scaled products of FP8 on mma.sync, for GPUs with tensor cores of FP8 and without wgmma: sm_89, sm_120; and sm_100.
 //
-// Problem        ScaledGemmParams in scaled_gemm.h; a and b contiguous along k, lines at multiples of 16 bytes. What the
-//                GEMM for sm_80 does too, tiles, copies, groups of rows and the epilogue, it gets as GemmParams.
+// Problem        ScaledGemmParams in scaled_gemm.h; a and b contiguous along k, lines at multiples of 16 bytes. The
+//                parts that are of the GEMM for sm_80 (tiles, copies, groups of rows, epilogue) read it as GemmParams.
 // Tile           (block_m, block_n), in k tiles of 128: a line of 128 bytes, and one block of scales. Sizes: kTiles in
 //                tiles_sm80.h.
-// Warps          (warps_m, warps_n) of them share the tile; all have the same role, and all threads take part in copies.
+// Warps          (warps_m, warps_n) of them share the tile; all have the same role, and all threads take part in
+//                copies.
 // Pipeline       A ring of stages: a k tile of both operands and the scales of its lines, filled by cp.async, 16 bytes
 //                of an operand or one scale each. A scale that is the same for all k or for several lines is copied
 //                again for each, from L1.
@@ -12,15 +13,15 @@
 //                previous one has been read. Before and after staging each pass of the result.
 // Shared memory  (stages, (block_m + block_n) lines of 128 bytes and a scale): 99 KiB. After the loop reused for
 //                (64, block_n + 8) floats of the result at a time.
-// Registers      Of the tile 128 x 128, with 64 x 32 per warp: 64 sums; fragments of a k tile, 32 of b and 16 of 16 rows
-//                of a, each replaced after its last use; 16 of their product, twice, as one is added to the sums while
-//                the next is formed; 12 scales.
-// Promotion      The tensor cores of Ada add products of FP8 with about 22 bits (SageAttention2, arXiv 2411.10958,
-//                measured it), those of Hopper with fewer. So the products of 16 rows and a k tile, four mma deep, begin
-//                at zero. Times the scales of row and column, they are added to float32 registers, while the next 16
-//                rows are multiplied.
-// Elsewhere      sm_100 has no such instruction: ptxas converts the operands to float16, and their products take as long
-//                as those of float16. Only the smaller tile has the registers for it.
+// Registers      Of the tile 128 x 128, with 64 x 32 per warp: 64 sums; fragments of a k tile, 32 of b and 16 of 16
+//                rows of a, each replaced after its last use; 16 of their product, twice, as one is added to the sums
+//                while the next is formed; 12 scales. 213 to 219 in all.
+// Promotion      The tensor cores of Ada add products of FP8 with about 22 bits (SageAttention2, arXiv 2411.10958),
+//                those of Hopper with fewer. So the products of 16 rows and a k tile, four mma deep, begin at zero.
+//                Times the scales of row and column, they are added to float32 registers, while the next 16 rows are
+//                multiplied.
+// Elsewhere      sm_100 has no such instruction: ptxas converts the operands to float16, and their products take as
+//                long as those of float16. Only the smaller tile has the registers for it.
 #pragma once
 
 #include <type_traits>
@@ -133,7 +134,7 @@ class StageCopy {
            first_line_of_b(params, position) + params.n, false),
         scales_(params, product, position) {}
 
-  // Starts copying the next k tile, if there is one, as a group of its own: wait_group counts also those that are empty.
+  // Starts copying the next k tile, if there is one. The group may be empty, so that wait_group counts correctly.
   DEVICE void copy(arch::SharedAddress stage) {
     if (left_ > 0) {
       const int depth = left_-- == 1 ? tail_ : Gemm::kBlockK;
@@ -218,8 +219,8 @@ DEVICE void multiply_scaled_tiles(const ScaledGemmParams& params, const GemmPara
         free_stage = stage;
         if (left > 1) stage = stage == kLastStage ? 0 : stage + kStageBytes;
       }
-      // Multiply, and replace fragments after their last use. After the last k tile nothing uses what is loaded; a branch
-      // would cost registers.
+      // Multiply, and replace fragments after their last use. After the last k tile nothing uses what is loaded; a
+      // branch would cost registers.
       typename Gemm::Product product = {};
 #pragma unroll
       for (int step = 0; step < Gemm::kSteps; ++step) {
