@@ -47,6 +47,8 @@ NVCC_FLAGS = (
 LOG_SUFFIX = ".log"
 # CUDA sources whose name contains this use instructions of sm_90a alone, and are compiled for no other architecture.
 SM90A_SOURCES = "_sm90"
+# The same for those that multiply FP8 by mma.sync. On Hopper, where wgmma does, they would be no faster than 16 bits.
+SM89_SOURCES = "_sm89"
 # Average CPU seconds per file, to estimate the build time. A CUDA file also takes SECONDS_PER_ARCH per architecture.
 SECONDS_PER_CXX_FILE, SECONDS_PER_CUDA_FILE, SECONDS_PER_ARCH = 7, 2, 3
 # The head dims of attention's CUDA kernels, each in its own sources; other head dims use the next larger one.
@@ -89,7 +91,7 @@ class BuildConfig:
 
     def archs_of(self, source: Path) -> tuple[str, ...]:
         """The architectures that a CUDA source is compiled for; none if its kernels need one that the build lacks."""
-        return tuple(arch for arch in self.archs if _is_sm90a(arch) or SM90A_SOURCES not in source.name)
+        return archs_of(source, self.archs)
 
     @property
     def minutes(self) -> int:
@@ -139,6 +141,7 @@ class BuildConfig:
             f'#define CUDA_EXT_CUDA_VERSION "{cuda_version}"\n'
             f'#define CUDA_EXT_CUDA_ARCHS "{self.arch_names}"\n'
             f"#define CUDA_EXT_WITH_SM90A {int(any(map(_is_sm90a, self.archs)))}\n"
+            f"#define CUDA_EXT_SM89_CODE {self.sm89_code}\n"
             f"#define CUDA_EXT_HEAD_DIMS {self.head_dim_names}\n",
         )
         (folder / "cuda").unlink(missing_ok=True)
@@ -155,13 +158,29 @@ class BuildConfig:
                 nvcc,
                 "#!/bin/sh\n# Written by the build: runs nvcc and also keeps its messages next to the object.\n"
                 'for argument; do [ "$option" = -o ] && object=$argument; option=$argument; done\n'
-                f"case ${{object##*/}} in *{SM90A_SOURCES}*)  # for no other architecture\n"
-                "  for argument; do\n    shift\n    case $argument in -gencode=arch=compute_90a,*) ;;"
-                ' -gencode=*) continue ;; esac\n    set -- "$@" "$argument"\n  done ;;\nesac\n'
+                "case ${object##*/} in  # what is compiled for some architectures alone\n"
+                f"  *{SM90A_SOURCES}*) left_out={self._codes_except(SM90A_SOURCES)} ;;\n"
+                f"  *{SM89_SOURCES}*) left_out={self._codes_except(SM89_SOURCES)} ;;\n"
+                "  *) left_out= ;;\nesac\n"
+                "for argument; do\n  shift\n"
+                '  for code in $left_out; do [ "${argument%%,*}" = "$code" ] && continue 2; done\n'
+                '  set -- "$@" "$argument"\ndone\n'
                 f'{shlex.quote(str(self.toolkit.home / "bin" / "nvcc"))} "$@" >"$object{LOG_SUFFIX}" 2>&1\n'
                 f'status=$?\ncat "$object{LOG_SUFFIX}"\nexit $status\n',
             )
             nvcc.chmod(0o755)
+
+    def _codes_except(self, sources: str) -> str:
+        """The beginnings of the nvcc flags, quoted, that `archs_of` leaves out for sources of this name."""
+        kept = toolchain.gencode_flags(self.archs_of(Path(sources)))
+        flags = [flag for flag in toolchain.gencode_flags(self.archs) if flag not in kept]
+        return shlex.quote(" ".join(dict.fromkeys(flag.partition(",")[0] for flag in flags)))
+
+    @property
+    def sm89_code(self) -> str:
+        """The machine code of SM89_SOURCES, as the elements of kSm89Code in csrc/base/built.h."""
+        archs = self.archs_of(Path(SM89_SOURCES))
+        return ", ".join(f"{{{toolchain.version_of(arch)}, {str(arch.endswith('+PTX')).lower()}}}" for arch in archs)
 
     def nvcc(self, folder: Path) -> Path:
         """The compiler for CUDA sources, as written by `prepare`."""
@@ -249,8 +268,20 @@ def head_dim_of(source: Path) -> int:
     return int(match[1]) if match else 0
 
 
+def archs_of(source: Path, archs: tuple[str, ...]) -> tuple[str, ...]:
+    """Of `archs` those that a CUDA source has kernels for."""
+    if SM90A_SOURCES in source.name:
+        return tuple(filter(_is_sm90a, archs))
+    return tuple(filter(_multiplies_fp8, archs)) if SM89_SOURCES in source.name else archs
+
+
 def _is_sm90a(arch: str) -> bool:
     return toolchain.sm_name(arch) == "sm_90a"
+
+
+def _multiplies_fp8(arch: str) -> bool:
+    """Whether it has mma.sync of FP8, and no wgmma."""
+    return toolchain.version_of(arch) >= 89 and not _is_sm90a(arch)
 
 
 def _build_order(source: Path) -> tuple[bool, bool, Path]:

@@ -244,6 +244,11 @@ def sm_name(arch: str) -> str:
     return "sm_" + arch.removesuffix("+PTX").replace(".", "")
 
 
+def version_of(arch: str) -> int:
+    """90 for "9.0a+PTX"."""
+    return int(re.sub(r"\D", "", arch))
+
+
 def gencode_flags(archs: Sequence[str]) -> list[str]:
     """The nvcc flags that compile for `archs`, with PTX in addition to machine code if an entry ends in +PTX."""
     flags = []

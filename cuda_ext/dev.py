@@ -78,6 +78,11 @@ def _folder_name(config: _build.BuildConfig, extra_cflags: Sequence[str], extra_
     return f"{config.name}-{archs}-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
 
 
+def _archs_for(sources: Sequence[str]) -> str:
+    needed = {_build.SM90A_SOURCES: "9.0a", _build.SM89_SOURCES: "8.9, 10.0 or 12.0"}
+    return " and ".join(archs for marker, archs in needed.items() if any(marker in name for name in sources))
+
+
 def _check(config: _build.BuildConfig, files: Sequence[Path]) -> None:
     if missing := [str(file) for file in files if not file.is_file()]:
         raise _build.BuildError(f"cuda_ext.dev.load: expected sources that exist, got {', '.join(missing)}")
@@ -87,7 +92,7 @@ def _check(config: _build.BuildConfig, files: Sequence[Path]) -> None:
         )
     if left_out := [file.name for file in files if config.cuda and file.suffix == ".cu" and not config.archs_of(file)]:
         raise _build.BuildError(
-            f"cuda_ext.dev.load: expected 9.0a in TORCH_CUDA_ARCH_LIST for {', '.join(left_out)}, "
+            f"cuda_ext.dev.load: expected {_archs_for(left_out)} in TORCH_CUDA_ARCH_LIST for {', '.join(left_out)}, "
             f"got {config.arch_names}"
         )
     names = [file.name for file in files]

@@ -48,6 +48,7 @@ GPUS = {
 _KERNELS = {
     "sm_90": "sm_90, wgmma",
     "sm_80": "sm_80, mma.sync",
+    "sm_89": "sm_89, mma.sync of FP8",
     "cpu": "the CPU kernels",
     "none": "nothing runs, the output is empty",
     "composed": "no kernel; composed of other ops",
@@ -64,9 +65,9 @@ class GemmPlan:
     k: int
     dtype: torch.dtype
     device: str
-    #: "sm_90": wgmma and TMA. "sm_80": mma.sync. "cpu": the CPU kernels, which choose at run time. "none": the output
-    #: is empty, and nothing runs. "composed": there is no kernel for the dtype or head dims, and other ops compute the
-    #: same. But for `refusal` the fields below keep their defaults in these three cases.
+    #: "sm_90": wgmma and TMA. "sm_80": mma.sync; "sm_89": that of FP8. "cpu": the CPU kernels, which choose at run
+    #: time. "none": the output is empty, and nothing runs. "composed": there is no kernel for the dtype, and other ops
+    #: compute the same. But for `refusal` the fields below keep their defaults in these three cases.
     kernel: str
     #: Why wgmma does not serve the product, or why no kernel does; empty if wgmma does.
     refusal: str = ""
@@ -74,7 +75,7 @@ class GemmPlan:
     tile: tuple[int, int, int] = (0, 0, 0)
     swapped: bool = False
     #: "cooperative": two warpgroups share a tile. "ping-pong": each has its own, and stores it while the other
-    #: multiplies. "multistage": the warps of a block share a tile (sm_80).
+    #: multiplies. "multistage": the warps of a block share a tile (sm_80, sm_89).
     schedule: str = ""
     stages: int = 0
     #: Blocks of a cluster that share what they load of b.
@@ -83,12 +84,12 @@ class GemmPlan:
     k_blocks: int = 1
     #: Blocks that divide K of one tile, and add their sums in the workspace.
     splits: int = 1
-    #: Of "a" and "b" those that are copied to the workspace first, because TMA cannot read them where they are.
+    #: Of "a" and "b" those that are copied first, because the kernel cannot read them where they are.
     copies: str = ""
     grid: tuple[int, int] = (0, 0)
     threads: int = 0
     workspace: int = 0
-    #: Predicted by the plan, which compares its choices with it; 0 for FP8. docs/model.md predicts times.
+    #: Predicted by the plan, which compares its choices with it; 0 for FP8 on wgmma. docs/model.md predicts times.
     cycles: float = 0.0
     #: What most of the cycles are spent on.
     limit: str = ""
@@ -106,7 +107,9 @@ class GemmPlan:
         parts += [f"{blocks} blocks of {self.threads} threads"]
         parts += [_workspace(self.workspace)]
         lines = [of + _KERNELS[self.kernel], "; ".join(parts)]
-        lines += [f"copies {' and '.join(self.copies)} first, which TMA cannot read in place"] * bool(self.copies)
+        lines += [f"copies {' and '.join(self.copies)} first, which the kernel cannot read in place"] * bool(
+            self.copies
+        )
         predicted = f"{self.cycles / 1e3:.3g} thousand cycles predicted, limited by {self.limit}"
         lines += [predicted] * (self.cycles > 0)
         lines += [f"not wgmma: {self.refusal}"] * bool(self.refusal)
@@ -137,7 +140,7 @@ def gemm_plan(
     The other ops run the same kernels: for ``linear(x, w)`` ask for ``gemm_plan(x, w.mT)``; for ``gated_linear(x, w)``
     the same with ``gated=True``; for ``grouped_mm(a, b, offs=offs)`` with these operands and ``offs``, whose values are
     not read: the plan is for groups of one size, and has as many work items as any groups could need. Operands in FP8
-    are those of ``scaled_mm``, whose plan does not depend on the scales; without predicted cycles.
+    are those of ``scaled_mm``, whose plan does not depend on the scales.
 
     Args:
         a, b, c, bias, activation, alpha, beta, out_dtype: as in `cuda_ext.gemm`.
@@ -174,7 +177,7 @@ def gemm_plan(
     }
     if not numbers:
         return GemmPlan(**found, refusal=refusal)
-    schedule = "multistage" if kernel == "sm_80" else "ping-pong" if numbers["ping_pong"] else "cooperative"
+    schedule = "multistage" if kernel in ("sm_80", "sm_89") else "ping-pong" if numbers["ping_pong"] else "cooperative"
     return GemmPlan(
         **found,
         refusal=refusal,

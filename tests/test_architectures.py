@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,9 +15,10 @@ from gemm_common import OPS, arguments, check
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
 import architectures
+import static_gates
 
 import cuda_ext
-from cuda_ext import _toolchain, testing
+from cuda_ext import _build, _toolchain, testing
 from cuda_ext.testing import assert_op_matches_reference, reference_attention
 from cuda_ext.testing.emulation import EMULATED_ARCHS
 
@@ -30,9 +32,17 @@ def emulate(arch: str) -> AbstractContextManager[testing.Emulation]:
     return testing.emulated(arch, mode="lazy", schedule="pct", seed=random.randrange(2**31))
 
 
+# (architecture, source) but for those that the library is built for.
+COMPILED = [
+    (arch, path.name)
+    for arch in sorted({*architectures.ARCHS, "8.9"} - {"8.0", "9.0a"})
+    for path in architectures.sources()
+    if _build.archs_of(path, (arch,)) and (arch != "8.9" or _build.SM89_SOURCES in path.name)
+]
+
+
 @pytest.mark.sampled(cases=1)
-@pytest.mark.parametrize("source", [path.name for path in architectures.sources()])
-@pytest.mark.parametrize("arch", sorted({*architectures.ARCHS} - {"8.0", "9.0a"}))  # which the library is built for
+@pytest.mark.parametrize(("arch", "source"), COMPILED)
 def test_no_kernel_spills(arch: str, source: str) -> None:
     toolkit = architectures.find_toolkit()
     if toolkit is None:
@@ -41,6 +51,25 @@ def test_no_kernel_spills(arch: str, source: str) -> None:
     compiled = architectures.compile_source(path, arch, toolkit)
     assert compiled.kernels and compiled.bytes > 0 and compiled.seconds > 0
     assert [kernel.name for kernel in compiled.spilling] == []
+
+
+@pytest.mark.sampled(cases=1)
+@pytest.mark.parametrize("source", [path for path in architectures.sources() if _build.SM89_SOURCES in path.name])
+@pytest.mark.parametrize("arch", ["8.9", "12.0"])
+def test_the_loop_of_fp8_products(arch: str, source: Path, tmp_path: Path) -> None:
+    """The library that other tests read has none of these kernels."""
+    toolkit = architectures.find_toolkit()
+    if toolkit is None:
+        pytest.skip("no nvcc")
+    command = [str(toolkit.home / "bin" / "nvcc"), *_build.NVCC_FLAGS, f"-I{_build.CSRC}", "-c", str(source)]
+    command += [*_toolchain.gencode_flags([arch]), "-o", str(tmp_path / "kernels.o")]
+    subprocess.run(command, check=True)
+    kernels = static_gates.read_kernels(tmp_path / "kernels.o")
+    assert len(kernels) == 2 and static_gates.faults(kernels) == []
+    for kernel in kernels:
+        # 16 rows, 8 columns and 32 terms each; a warp has an eighth of the tile.
+        assert kernel.count("QMMA") == (64 if "{128" in kernel.name else 16) and kernel.count("HMMA") == 0
+        assert sum("QMMA" in text for text in kernel.loop.body) == kernel.count("QMMA")
 
 
 def test_a_kernel_that_spills_is_found(tmp_path: Path) -> None:

@@ -287,6 +287,96 @@ int main() {
             assert needed_launchers(tmp_path, "attention_cuda.cu", kind) == expected
 
 
+LAUNCHERS_SM89 = """
+template <class A, class B>
+void ScaledGemmSm89<A, B>::launch(const ScaledGemmParams&, void*) { std::puts("a kernel"); }
+template <class A>
+void ScaledGroupsSm89<A>::launch(const ScaledGemmParams&, void*) {}
+template struct cuda_ext::ScaledGemmSm89<float8_e4m3_t, float8_e4m3_t>;
+template struct cuda_ext::ScaledGemmSm89<float8_e4m3_t, float8_e5m2_t>;
+template struct cuda_ext::ScaledGemmSm89<float8_e5m2_t, float8_e4m3_t>;
+template struct cuda_ext::ScaledGemmSm89<float8_e5m2_t, float8_e5m2_t>;
+template struct cuda_ext::ScaledGroupsSm89<float8_e4m3_t>;
+template struct cuda_ext::ScaledGroupsSm89<float8_e5m2_t>;
+"""
+
+
+class TestSm89:
+    """Sources whose kernels multiply FP8 by mma.sync."""
+
+    KERNEL = _build.CSRC / "gemm/instantiations/scaled_gemm_sm89_e4m3_e4m3.cu"
+
+    @pytest.mark.parametrize(
+        ("archs", "kept", "code"),
+        [
+            (("7.5", "8.0+PTX", "9.0a"), (), ""),
+            (("8.0", "8.9"), ("8.9",), "{89, false}"),
+            (("8.0+PTX", "9.0a", "10.0", "12.0+PTX"), ("10.0", "12.0+PTX"), "{100, false}, {120, true}"),
+        ],
+    )
+    def test_they_are_compiled_where_the_instruction_exists(
+        self, tmp_path: Path, archs: tuple[str, ...], kept: tuple[str, ...], code: str
+    ) -> None:
+        home = make_toolkit(tmp_path / "cuda", compile="printf '%s\\n' \"$@\"")
+        config = dataclasses.replace(make_config(Toolkit("pip", home, "13.0")), archs=archs)
+        assert config.archs_of(self.KERNEL) == kept and (self.KERNEL in config.sources) == bool(kept)
+        config.prepare(tmp_path / "build")
+        header = (tmp_path / "build/include/build_config.h").read_text()
+        assert f"#define CUDA_EXT_SM89_CODE {code}\n" in header
+        target = tmp_path / "build" / f"{self.KERNEL.stem}.o"
+        command = [str(config.nvcc(tmp_path / "build")), *config.nvcc_flags(), "", "-c", "a.cu", "-o", str(target)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        dropped = set(_toolchain.gencode_flags(archs)) - set(_toolchain.gencode_flags(kept))
+        assert done.stdout.splitlines() == [argument for argument in command[1:] if argument not in dropped]
+
+    # Machine code runs on later devices of the same generation, PTX on all later ones; on Hopper wgmma multiplies FP8.
+    @pytest.mark.sampled
+    @pytest.mark.parametrize(
+        ("archs", "served"),
+        [(("8.0",), ()), (("8.0", "8.9"), (89,)), (("8.9+PTX",), (89, 100, 120, 121)), (("8.0", "12.0"), (120, 121))],
+    )
+    def test_other_devices_have_no_kernel(
+        self, tmp_path: Path, archs: tuple[str, ...], served: tuple[int, ...]
+    ) -> None:
+        toolkit = Toolkit("pip", make_toolkit(tmp_path / "cuda"), "13.0")
+        dataclasses.replace(make_config(toolkit), archs=archs).prepare(tmp_path / "build")
+        caller = tmp_path / "caller.cpp"
+        caller.write_text(
+            """
+#include <cstdio>
+#include "gemm/scaled_gemm_cuda.h"
+#include "gemm/scaled_gemm_sm89.h"
+#include "rt/device.h"
+using namespace cuda_ext;
+int capability;
+rt::Device rt::describe_device(const char*) { return {.compute_capability = capability, .num_sms = 4}; }
+int main() {
+  ScaledGemmParams p;
+  p.m = p.n = p.k = 64;
+  p.a.dtype = p.b.dtype = Dtype::kFloat8E4M3;
+  for (const int device : {75, 80, 86, 89, 90, 100, 120, 121}) {
+    capability = device;
+    const ScaledGemmChoice choice = choose_scaled_gemm_cuda(p);
+    if (choice.kernel == ScaledGemmChoice::Kernel::kNone)
+      std::puts(choice.refusal.c_str());
+    else
+      launch_scaled_gemm_cuda(p, choice, nullptr);
+  }
+}
+"""
+            + (LAUNCHERS_SM89 if served else "")
+        )
+        sources = [caller, _build.CSRC / "gemm" / "scaled_gemm_cuda.cu"]
+        subprocess.run([*compiler_for(tmp_path), *map(str, sources), "-o", str(tmp_path / "caller")], check=True)
+        done = subprocess.run([str(tmp_path / "caller")], capture_output=True, text=True, check=True)
+        missing = "the library has no kernels of FP8 for this device; build it with the device's architecture in "
+        expected = {device: f"the device has no mma.sync of FP8; it is sm_{device}" for device in (75, 80, 86)}
+        expected |= dict.fromkeys((89, 100, 120, 121), f"{missing}TORCH_CUDA_ARCH_LIST")
+        expected[90] = "the library has no kernels for sm_90a; build it with 9.0a in TORCH_CUDA_ARCH_LIST"
+        expected |= dict.fromkeys(served, "a kernel")
+        assert done.stdout.splitlines() == [expected[device] for device in sorted(expected)]
+
+
 def compiler_for(folder: Path) -> list[str]:
     """The command that compiles kernels as C++ with the configuration in `folder`."""
     flags = ["-std=c++20", f"-I{_build.CSRC}", f"-I{folder / 'build/include'}", "-x", "c++"]

@@ -353,15 +353,24 @@ def test_products_in_fp8() -> None:
     assert gemm_plan(a, b, device="h200").copies == "b"
     assert gemm_plan(a[:, :4090], b.t()[:4090], device="h200").copies == ""
     refused = gemm_plan(a, b.t(), device="a100")
-    assert refused.kernel == "composed" and "no wgmma" in refused.refusal
+    assert refused.kernel == "composed" and refused.refusal == "the device has no mma.sync of FP8; it is sm_80"
+    for device in ("l4", "4090", "5090"):
+        plan = gemm_plan(a, b.t(), device=device)
+        assert plan.kernel == "sm_89" and plan.tile == (128, 128, 128) and plan.grid == (32 * 32, 1)
+        assert (plan.stages, plan.schedule, plan.threads, plan.workspace) == (3, "multistage", 256, 0)
+        assert "no wgmma" in plan.refusal and plan.cycles > 0 and "sm_89, mma.sync of FP8" in str(plan)
+    assert gemm_plan(a[:64], b[:64].t(), device="4090").tile == (64, 64, 128)
+    assert gemm_plan(a, b.t(), device="b200").tile == (64, 64, 128)
+    copied = gemm_plan(a, b, device="4090")
+    assert copied.copies == "b" and "copies b first, which the kernel cannot read in place" in str(copied)
     assert gemm_plan(torch.ones(3, 4).to(torch.float8_e5m2), torch.ones(4, 5).to(torch.float8_e4m3fn)).kernel == "cpu"
     with pytest.raises(RuntimeError, match="both of FP8"):
         gemm_plan(a, b.t().bfloat16(), device="h200")
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_plans_of_groups_and_fp8_are_those_of_the_launchers(fp8: bool) -> None:
-    with testing.emulated("sm_90a", processors=4) as device:
+@pytest.mark.parametrize(("fp8", "arch"), [(False, "sm_90a"), (True, "sm_90a"), (True, "sm_89"), (True, "sm_120")])
+def test_plans_of_groups_and_fp8_are_those_of_the_launchers(fp8: bool, arch: str) -> None:
+    with testing.emulated(arch, processors=4) as device:
         if fp8:
             a, b = torch.randn(300, 200).to(torch.float8_e4m3fn), torch.randn(100, 200).to(torch.float8_e4m3fn).t()
             plan, one = gemm_plan(a, b), torch.ones(1)
@@ -371,5 +380,7 @@ def test_plans_of_groups_and_fp8_are_those_of_the_launchers(fp8: bool) -> None:
             offs = torch.tensor([100, 100, 300], dtype=torch.int32)
             plan = gemm_plan(a, b, offs=offs)
             cuda_ext.grouped_mm(a, b, offs=offs)
-        assert plan.kernel == "sm_90" and device.counters["wgmma"] > 0
+        on_hopper = arch == "sm_90a"
+        assert plan.kernel == ("sm_90" if on_hopper else "sm_89")
+        assert device.counters["wgmma" if on_hopper else "mma"] > 0
         assert device.counters["blocks"] >= plan.grid[0]

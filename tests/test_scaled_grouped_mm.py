@@ -104,15 +104,19 @@ def on_wgmma(shape: str, scalings: tuple[str, str], formats: tuple[torch.dtype, 
 
 @pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3)], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_on_wgmma(shape: str, formats: tuple[torch.dtype, torch.dtype]) -> None:
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90a", "sm_120"])
+def test_on_tensor_cores_of_fp8(arch: str, shape: str, formats: tuple[torch.dtype, torch.dtype]) -> None:
     rows, n, k, processors, fast = SHAPES[shape]
     scalings = random.choice(TOKENS[:2] if fast else TOKENS), random.choice(WEIGHTS[:2] if fast else WEIGHTS)
     arguments, plan = on_wgmma(shape, scalings, formats)
     offs = torch.tensor(rows).cumsum(0)
     seed = random.randrange(2**31)
-    with testing.emulated("sm_90a", processors=processors, mode="lazy", schedule="pct", seed=seed) as device:
+    with testing.emulated(arch, processors=processors, mode="lazy", schedule="pct", seed=seed) as device:
         bias = torch.randn(len(rows), n) if random.random() < 0.5 else None
         check(arguments, offs, bias=bias, use_fast_accum=fast)
+    if arch != "sm_90a":
+        assert device.counters["mma"] > 0 and device.counters["wgmma"] == 0
+        return
     # 64 rows, a tile's columns and 32 terms each; rows of other groups are not multiplied.
     columns = plan["column_groups"] * plan["cluster"]
     products = sum(-(-count // 64) for count in rows) * columns * 4 * -(-k // 128)
@@ -121,14 +125,15 @@ def test_on_wgmma(shape: str, formats: tuple[torch.dtype, torch.dtype]) -> None:
 
 @pytest.mark.sampled(check="races")
 @pytest.mark.parametrize("shape", SHAPES)
-def test_no_races(shape: str) -> None:
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90a"])
+def test_no_races(arch: str, shape: str) -> None:
     rows, _, _, processors, fast = SHAPES[shape]
     scalings = ("RowWise", "RowWise") if fast else ("BlockWise1x128", "BlockWise128x128")
     arguments, _ = on_wgmma(shape, scalings, (E4M3, E4M3))
     offs = torch.tensor(rows).cumsum(0)
     found = []
     for options in ({"check_races": True}, {"mode": "lazy"}, {"mode": "lazy", "schedule": "pct"}, {"schedule": "pct"}):
-        with testing.emulated("sm_90a", processors=processors, seed=random.randrange(2**31), **options):
+        with testing.emulated(arch, processors=processors, seed=random.randrange(2**31), **options):
             found.append(scaled_grouped_mm(*arguments, offs=offs, use_fast_accum=fast))
     assert all(each.equal(found[0]) for each in found)
 

@@ -27,7 +27,7 @@ import static_gates  # noqa: E402
 from benchmarks.presentation.formatting import with_section  # noqa: E402
 from cuda_ext import _build, _toolchain  # noqa: E402
 
-# One for each shared memory and set of instructions; code for 8.6 runs on 8.9, and so on.
+# One for each shared memory and set of instructions; code for 8.6 runs on 8.9, and so on, but for products of FP8.
 ARCHS = ("7.5", "8.0", "8.6", "9.0a", "10.0", "12.0")
 ALL_ARCHS = ("7.5", "8.0", "8.6", "8.7", "8.9", "9.0a", "10.0", "10.3", "12.0", "12.1")
 BEGIN = "<!-- written by tools/architectures.py -->"
@@ -42,7 +42,7 @@ sys.exit(status)
 EMPTY = 8  # registers of a kernel that returns at once, because another is launched on the architecture
 
 
-HOST_CODE = ("gemm_cuda.cu", "loss_cuda.cu")  # plans, and the choice of an instantiation
+HOST_CODE = ("gemm_cuda.cu", "loss_cuda.cu", "scaled_gemm_cuda.cu")  # plans, and the choice of an instantiation
 
 # Bytes of local memory that ptxas 13.0 is known to use, at the limit of registers that the launch bounds set.
 KNOWN_LOCAL = {
@@ -79,7 +79,7 @@ class Compiled:
 
 
 def sources() -> list[Path]:
-    """The sources with kernels for every architecture."""
+    """The sources with kernels for other architectures than sm_90a alone."""
     found = [path for path in _build.CSRC.rglob("*.cu") if path.parent.name not in ("rt", "launchers")]
     return sorted(path for path in found if _build.SM90A_SOURCES not in path.name and path.name not in HOST_CODE)
 
@@ -112,7 +112,12 @@ def compile_all(archs: Sequence[str], only: str = "", jobs: int = 1) -> list[Com
     toolkit = find_toolkit()
     if toolkit is None:
         raise FileNotFoundError("architectures: expected a CUDA toolkit, found none; see python -m cuda_ext.info")
-    wanted = [(source, arch) for arch in archs for source in sources() if only in source.name]
+    wanted = [
+        (source, arch)
+        for arch in archs
+        for source in sources()
+        if only in source.name and _build.archs_of(source, (arch,))
+    ]
     with ThreadPoolExecutor(jobs) as pool:
         return list(pool.map(lambda each: compile_source(each[0], each[1], toolkit), wanted))
 

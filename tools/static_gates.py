@@ -140,6 +140,15 @@ RULES = (
         gap=None,
         registers_from="gemm/scaled_gemm_sm90.cuh",
     ),
+    Rule(
+        r"scaled_gemm_sm89<ScaledGemm<\w+, \w+, GemmConfig{128",
+        ("QMMA", "LDSM", r"LDGSTS\S*\.128"),
+        lead=8,
+        pause=28,
+        burst=4,
+    ),
+    # sm_100 converts the operands to float16.
+    Rule("scaled_gemm_sm89", ("[QH]MMA", "LDSM", r"LDGSTS\S*\.128"), lead=16, pause=96, burst=10),
     # Here ptxas moves the softmax after the wait, so that only the other consumer's products overlap it.
     replace(ATTENTION_WGMMA, name=r"attention_fwd_sm90<Forward<\w+, ForwardConfig{256, 256, \d+, 80", overlap=0),
     replace(ATTENTION_WGMMA, name=r"attention_fwd_sm90<Forward<\w+, ForwardConfig{256", overlap=30),
@@ -185,10 +194,10 @@ RULES = (
 )
 
 # Opcodes that characterize a kernel, in the order of its record.
-SHOWN = [*("HGMMA", "QGMMA", "HMMA", "FFMA", "DFMA", "UTMALDG", "UTMASTG", "STSM"), *("LDGSTS", "LDSM")]
+SHOWN = [*("HGMMA", "QGMMA", "QMMA", "HMMA", "FFMA", "DFMA", "UTMALDG", "UTMASTG", "STSM"), *("LDGSTS", "LDSM")]
 SHOWN += ["LDS", "STS", "LDG", "STG", "BAR"]
 NOTHING = {"MOV", "LDC", "EXIT", "BRA", "NOP"}  # the opcodes of a kernel that returns at once
-PRODUCTS_AND_COPIES = {"HGMMA", "QGMMA", "HMMA", "UTMALDG", "UTMASTG", "STSM", "LDGSTS", "LDSM"}
+PRODUCTS_AND_COPIES = {"HGMMA", "QGMMA", "QMMA", "HMMA", "UTMALDG", "UTMASTG", "STSM", "LDGSTS", "LDSM"}
 
 
 @dataclass
@@ -401,7 +410,7 @@ def loads_at_once(code: Sequence[tuple[int, str]]) -> int:
 
 
 def _branch_target(text: str) -> int | None:
-    match = re.search(r"\bBRA\b.* (0x[0-9a-f]+)$", text)
+    match = re.search(r"\bBRA\b.* (0x[0-9a-f]+)(?:\s+[&?].*)?$", text)  # sm_120: what it waits for comes after it
     return int(match[1], 16) if match else None
 
 
@@ -698,17 +707,19 @@ def build_log(stamp: dict[str, Any]) -> str:
 
 
 def shared_kernels(objects: Iterable[Path]) -> list[str]:
-    """The faults of objects for sm_90a alone: kernels that are not of these sources, so that others launch them too."""
+    """The faults of objects for some architectures alone: kernels that are not of these sources, so that others launch
+    them too."""
     found = []
     for path in objects:
-        if _build.SM90A_SOURCES not in path.name:
+        alone = [name for name in (_build.SM90A_SOURCES, _build.SM89_SOURCES) if name in path.name]
+        if not alone:
             continue
         symbols = re.findall(r"^\s*Function (\S+):$", _dump(path, "-res-usage"), re.MULTILINE)
         names = readable(symbols) if symbols else []
         found += [
-            f"{path.name}: expected only kernels for sm_90a, got {name}; launch it from another source"
+            f"{path.name}: expected only kernels for {alone[0][1:]}, got {name}; launch it from another source"
             for name in names
-            if _build.SM90A_SOURCES not in name.partition("<")[0]
+            if alone[0] not in name.partition("<")[0]
         ]
     return found
 

@@ -79,10 +79,11 @@ GPUS_TEXT = """
 ## GPUs
 
 The instructions that multiply matrices on each architecture, as emulated. "float32": in float32 arithmetic without
-tensor cores, several times slower than float16. On sm_75 backward of head dims above 192, or 128 of the value, is
-composed of other ops, with memory proportional to the product of the lengths. Of these GPUs, an H100 has run the
-kernels. `python -m cuda_ext.info` says how fast the others should be; `sm_100` has faster instructions, which are not
-used.
+tensor cores, several times slower than float16. "as bfloat16": `scaled_mm` is composed of products in bfloat16; sm_100
+and sm_103 convert FP8 inside the kernel, at best as fast as one of float16. On sm_75 backward of head dims above 192,
+or 128 of the value, is composed of other ops, with memory proportional to the product of the lengths. Of these GPUs, an
+H100 has run the kernels. `python -m cuda_ext.info` says how fast the others should be; `sm_100` has faster
+instructions, which are not used.
 """
 
 
@@ -303,13 +304,25 @@ def instruction(arch: str, case: Case) -> str:
     return "`wgmma`" if counters["wgmma"] else "`mma.sync`" if counters["mma"] else "float32"
 
 
+def instruction_of_fp8(arch: str) -> str:
+    """That of `scaled_mm`; AssertionError if the result is wrong."""
+    a, b = (torch.randint(-8, 9, size).to(torch.float8_e4m3fn) for size in ((24, 16), (16, 32)))
+    one = torch.ones(1)
+    with testing.emulated(arch):
+        out = cuda_ext.scaled_mm(a, b, one, "TensorWise", one, "TensorWise", output_dtype=torch.float32)
+        kernel = cuda_ext.gemm_plan(a, b).kernel
+    assert out.equal(a.float() @ b.float())
+    return {"sm_90": "`wgmma`", "sm_89": "`mma.sync`", "composed": "as bfloat16"}[kernel]
+
+
 def table_of_gpus() -> str:
     def row(arch: str, devices: str) -> list[str]:
         products = [instruction(arch, product("linear", dtype)) for dtype in DTYPES[:3]]
+        products.append(instruction_of_fp8(arch))
         return [f"`{arch}`", devices, *products, *(instruction(arch, attention(dtype, False)) for dtype in DTYPES[1:3])]
 
     names = [str(dtype).removeprefix("torch.") for dtype in DTYPES[:3]]
-    head = [*(f"product, {name}" for name in names), *(f"attention, {name}" for name in names[1:])]
+    head = [*(f"product, {name}" for name in (*names, "FP8")), *(f"attention, {name}" for name in names[1:])]
     return table(["architecture", "devices", *head], [row(*each) for each in GPUS.items()])
 
 

@@ -419,6 +419,26 @@ DEVICE void multiply_block(const GemmParams& params, const GemmPlan& plan, typen
   }
 }
 
+// Stages the sums in shared memory and runs the epilogue on them, a part of the rows at a time. Then calls
+// finish(epilogue).
+template <class Gemm, class Finish>
+DEVICE void run_epilogue(const GemmParams& params, const typename Gemm::Position& position, float* result,
+                         const typename Gemm::Accumulators& sums, const Finish& finish) {
+  arch::sync_threads();  // all warps have read the last stage
+  Gemm::stage_result(result, sums, 0);
+  arch::sync_threads();
+  typename Gemm::Epilogue tile_epilogue(params, position);
+#pragma unroll 1  // the code is long
+  for (int pass = 0;; ++pass) {
+    tile_epilogue.run(result, pass);
+    if (pass + 1 == Gemm::kPasses) break;
+    arch::sync_threads();
+    Gemm::stage_result(result, sums, 1);
+    arch::sync_threads();
+  }
+  finish(tile_epilogue);
+}
+
 // Grid: (tiles, splits).
 template <class Gemm>
 GLOBAL(Gemm::kThreads, Gemm::kMinBlocks)
@@ -432,24 +452,12 @@ gemm_sm80(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan) {
   // The last block of a tile to arrive has the sums of all; the others are done.
   if (plan.splits > 1 && !add_splits<Gemm>(plan, shared.arrived, sums)) return;
 
-  arch::sync_threads();  // all warps have read the last stage
-  Gemm::stage_result(shared.result, sums, 0);
-  arch::sync_threads();
-  typename Gemm::Epilogue tile_epilogue(params, position);
-  // Stage a part of the rows, and run the epilogue on it.
-#pragma unroll 1  // the code is long
-  for (int pass = 0;; ++pass) {
-    tile_epilogue.run(shared.result, pass);
-    if (pass + 1 == Gemm::kPasses) break;
-    arch::sync_threads();
-    Gemm::stage_result(shared.result, sums, 1);
-    arch::sync_threads();
-  }
-  if (plan.bias_sums != nullptr) {
+  run_epilogue<Gemm>(params, position, shared.result, sums, [&](const typename Gemm::Epilogue& tile_epilogue) {
+    if (plan.bias_sums == nullptr) return;
     arch::sync_threads();
     tile_epilogue.store_sums(shared.result,
                              plan.bias_sums + position.row / Gemm::kBlockM * (params.gated ? 2 : 1) * params.n);
-  }
+  });
 }
 
 }  // namespace cuda_ext::sm80

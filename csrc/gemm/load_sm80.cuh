@@ -56,9 +56,11 @@ class TileCopy {
     source_ += strides_.k_tile;
   }
 
-  // Starts copying a k tile, of whose depth `left` is inside the matrix, and advances to the next.
+  // Starts copying a k tile, of whose depth `left` is inside the matrix, and advances to the next. `aligned`:
+  // vector_bytes is known to be 16.
+  template <bool aligned = false>
   DEVICE void copy(arch::SharedAddress tile, int left) {
-    if (strides_.vector_bytes == 16)
+    if (aligned || strides_.vector_bytes == 16)
       copy_by<16>(tile, left);
     else if (kBytesOfElement == 4 || strides_.vector_bytes == 4)
       copy_by<4>(tile, left);

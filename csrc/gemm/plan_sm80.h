@@ -29,18 +29,18 @@ inline Rates rates_of(const rt::Device& device) {
   const int block = rt::shared_bytes_of_block(device.compute_capability);
   switch (device.compute_capability) {
     // T4 (Jia et al., arXiv 1903.07486). float32 is multiplied in float32 arithmetic, at the rate of the shuffles.
-    case 75: return {device.num_sms, {512, 32, 32}, 20, block, 64};
+    case 75: return {device.num_sms, {512, 32, 32, 512}, 20, block, 64};
     // A10 and L4. RTX 3090 and 4090 have half of these multiply-adds, but lose less by tiles that are too large than
     // the others by tiles that read too much from L2.
     case 86:
-    case 89: return {device.num_sms, {512, 256, 256.0 / 3}, 16, block};
+    case 89: return {device.num_sms, {512, 256, 256.0 / 3, 1024}, 16, block};
     // RTX 5090, assumed to have the L2 bandwidth of an L40, for more SMs.
     case 120:
-    case 121: return {device.num_sms, {256, 128, 128.0 / 3}, 12.7, block};
+    case 121: return {device.num_sms, {256, 128, 128.0 / 3, 512}, 12.7, block};
     // H100. mma.sync reaches 63 % of its 2048 multiply-adds.
-    case 90: return {device.num_sms, {1300, 650, 650.0 / 3}, 36, block};
-    // A100. On a B200, mma.sync reaches 75 % of these multiply-adds (409 TFLOP/s).
-    default: return {device.num_sms, {1024, 512, 512.0 / 3}, 36, block};
+    case 90: return {device.num_sms, {1300, 650, 650.0 / 3, 1300}, 36, block};
+    // A100. On a B200, mma.sync reaches 75 % of these multiply-adds (409 TFLOP/s), and multiplies FP8 as 16 bits.
+    default: return {device.num_sms, {1024, 512, 512.0 / 3, 1024}, 36, block};
   }
 }
 
@@ -161,7 +161,8 @@ constexpr int first_grouped_shape(Arithmetic arithmetic) {
 }
 
 // Of a grouped product. The host does not know the groups: the shape is chosen as if they had the same size.
-inline GemmPlan choose_grouped_plan(const GemmParams& params, Arithmetic arithmetic, const Rates& rates) {
+inline GemmPlan choose_grouped_plan(const GemmParams& params, Arithmetic arithmetic, const Rates& rates,
+                                    const Restriction& only = {}) {
   const bool of_rows = params.groups.cut == Groups::Cut::kRows;
   const int64_t count = params.groups.count;
   GemmParams average = params;
@@ -171,6 +172,7 @@ inline GemmPlan choose_grouped_plan(const GemmParams& params, Arithmetic arithme
   GemmPlan best;
   double best_cycles = std::numeric_limits<double>::infinity();
   for (int shape = first_grouped_shape(arithmetic); shape < kNumShapes[int(arithmetic)]; ++shape) {
+    if (only.config >= 0 && shape != only.config) continue;
     const GemmPlan plan = choose_plan(average, arithmetic, rates, {.config = shape});
     const double cycles = expected_cycles(plan, kTiles[int(arithmetic)][shape], arithmetic, rates);
     if (plan.shape == shape && cycles < best_cycles) {

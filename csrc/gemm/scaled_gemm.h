@@ -48,6 +48,23 @@ struct ScaledGemmParams {
   bool has_blocks() const { return scale_a.has_blocks || scale_b.has_blocks; }
 };
 
+// The same product without scales, as the parts that all kernels share see it.
+inline GemmParams without_scales(const ScaledGemmParams& params) {
+  GemmParams product;
+  product.m = params.m;
+  product.n = params.n;
+  product.k = params.k;
+  product.a = params.a;
+  product.b = params.b;
+  product.groups = params.groups;
+  product.bias = params.bias;
+  product.bias.batch_strides[0] = params.bias_group_stride;
+  product.c = params.c;
+  product.beta = params.beta;
+  product.out = params.out;
+  return product;
+}
+
 CUDA_EXT_CPU_LAUNCHER(launch_scaled_gemm, ScaledGemmParams)
 
 }  // namespace cuda_ext

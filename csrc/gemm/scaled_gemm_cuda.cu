@@ -1,20 +1,24 @@
 #include "gemm/scaled_gemm_cuda.h"
 
 #include "base/built.h"
+#include "gemm/scaled_gemm_sm89.h"
 #include "gemm/scaled_gemm_sm90.h"
 #include "rt/device.h"
 
 namespace cuda_ext {
 
-sm90::ScaledChoice choose_scaled_gemm_cuda(const ScaledGemmParams& params) {
-  if (!kBuiltForSm90a) return {.plan = {}, .refusal = kNotBuiltForSm90a};
+ScaledGemmChoice choose_scaled_gemm_cuda(const ScaledGemmParams& params) {
   const rt::Device device = rt::describe_device("scaled_gemm");
-  return params.groups.cut == Groups::Cut::kRows ? sm90::choose_scaled_groups_plan(params, device)
-                                                 : sm90::choose_scaled_plan(params, device);
+  return choose_scaled_gemm(params, device, is_built_for_sm89(device.compute_capability) ? "" : kNotBuiltForSm89,
+                            kBuiltForSm90a ? "" : kNotBuiltForSm90a);
 }
 
-void launch_scaled_gemm_cuda(const ScaledGemmParams& params, const sm90::ScaledPlan& plan, void* stream) {
-  if constexpr (kBuiltForSm90a) launch_scaled_gemm_sm90(params, plan, stream);
+void launch_scaled_gemm_cuda(const ScaledGemmParams& params, const ScaledGemmChoice& choice, void* stream) {
+  if constexpr (kBuiltForSm90a)
+    if (choice.kernel == ScaledGemmChoice::Kernel::kSm90)
+      return launch_scaled_gemm_sm90(params, choice.plan_sm90, stream);
+  if constexpr (kBuiltForSm89)
+    if (choice.kernel == ScaledGemmChoice::Kernel::kSm89) launch_scaled_gemm_sm89(params, stream);
 }
 
 }  // namespace cuda_ext

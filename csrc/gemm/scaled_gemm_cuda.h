@@ -1,13 +1,14 @@
 // Scaled products on CUDA devices.
 #pragma once
 
-#include "gemm/scaled_plan_sm90.h"
+#include "gemm/scaled_plan.h"
 
 namespace cuda_ext {
 
-// The plan for the current device, or why there is no kernel for the product.
-sm90::ScaledChoice choose_scaled_gemm_cuda(const ScaledGemmParams& params);
-// Launches the product on `stream`, an rt::Stream, as planned.
-void launch_scaled_gemm_cuda(const ScaledGemmParams& params, const sm90::ScaledPlan& plan, void* stream);
+// The kernel for the current device, or why there is none.
+ScaledGemmChoice choose_scaled_gemm_cuda(const ScaledGemmParams& params);
+// Launches the product on `stream`, an rt::Stream, as chosen. Its operands are contiguous along k, lines aligned to 16
+// bytes.
+void launch_scaled_gemm_cuda(const ScaledGemmParams& params, const ScaledGemmChoice& choice, void* stream);
 
 }  // namespace cuda_ext

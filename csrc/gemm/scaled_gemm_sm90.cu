@@ -32,13 +32,7 @@ void launch_types(const ScaledGemmParams& params, const GemmParams& epilogue, co
 }  // namespace sm90
 
 void launch_scaled_gemm_sm90(const ScaledGemmParams& params, const sm90::ScaledPlan& plan, void* stream) {
-  GemmParams epilogue;
-  epilogue.m = params.m;
-  epilogue.n = params.n;
-  epilogue.bias = params.bias;
-  epilogue.c = params.c;
-  epilogue.beta = params.beta;
-  epilogue.out = params.out;
+  const GemmParams epilogue = without_scales(params);
   sm90::TensorMaps maps;
   maps.a = sm90::scaled_operand_map(params.a, params.k, params.m, params.a.row_stride, sm90::kRowBlock);
   const bool grouped = params.groups.cut == Groups::Cut::kRows;

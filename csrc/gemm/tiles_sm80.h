@@ -18,25 +18,29 @@ struct GemmConfig {
   int min_blocks;  // per SM, which limits the registers
 
   constexpr int threads() const { return 32 * warps_m * warps_n; }
-  // Shared memory of a block: the stages, and its arrival at a split of k.
+  // Shared memory of a block: the stages, and its arrival at a split of k. Products of FP8 are not split; each line of
+  // their stages has a scale.
   constexpr int shared_bytes(int element_bytes) const {
-    return stages * (block_m + block_n) * block_k * element_bytes + 128;
+    const int lines = stages * (block_m + block_n);
+    return element_bytes == 1 ? lines * (block_k + 4) : lines * block_k * element_bytes + 128;
   }
 };
 
-// How fragments are multiplied: 16-bit ones directly, float32 ones as tf32 in one or three products.
-enum class Arithmetic { k16Bit, kTf32, kThreeTf32 };
-constexpr int kNumArithmetics = 3;
+// How fragments are multiplied: 16-bit and 8-bit ones directly, float32 ones as tf32 in one or three products.
+enum class Arithmetic { k16Bit, kTf32, kThreeTf32, kFloat8 };
+constexpr int kNumArithmetics = 4;
 template <class T, Float32Product float32>
 constexpr Arithmetic kArithmeticOf = sizeof(T) == 2                     ? Arithmetic::k16Bit
                                      : float32 == Float32Product::kTf32 ? Arithmetic::kTf32
                                                                         : Arithmetic::kThreeTf32;
-constexpr int element_bytes(Arithmetic arithmetic) { return arithmetic == Arithmetic::k16Bit ? 2 : 4; }
+constexpr int element_bytes(Arithmetic arithmetic) {
+  return arithmetic == Arithmetic::kFloat8 ? 1 : arithmetic == Arithmetic::k16Bit ? 2 : 4;
+}
 
 // The shapes of each arithmetic, from large to small. All fit in the 99 KiB of shared memory of sm_86, sm_89 and
 // sm_120, several blocks where min_blocks > 1; the 64 KiB of sm_75 hold one block of any but the first.
 constexpr int kMaxShapes = 3;
-constexpr int kNumShapes[kNumArithmetics] = {3, 3, 2};
+constexpr int kNumShapes[kNumArithmetics] = {3, 3, 2, 2};
 constexpr GemmConfig kTiles[kNumArithmetics][kMaxShapes] = {
     {
         // Warps of 64 x 64 read the least from shared memory; blocks of 128 x 256 read the least from L2, which is the
@@ -59,7 +63,19 @@ constexpr GemmConfig kTiles[kNumArithmetics][kMaxShapes] = {
         {.block_m = 128, .block_n = 128, .block_k = 16, .stages = 4, .warps_m = 4, .warps_n = 2, .min_blocks = 1},
         {.block_m = 64, .block_n = 64, .block_k = 32, .stages = 3, .warps_m = 2, .warps_n = 2, .min_blocks = 2},
     },
+    {
+        // A k tile is a block of scales. The stages fill 99 KiB, and the second set of sums (scaled_gemm_sm89.cuh) all
+        // registers of larger warp tiles than 64 x 32.
+        {.block_m = 128, .block_n = 128, .block_k = 128, .stages = 3, .warps_m = 2, .warps_n = 4, .min_blocks = 1},
+        {.block_m = 64, .block_n = 64, .block_k = 128, .stages = 6, .warps_m = 2, .warps_n = 4, .min_blocks = 1},
+    },
 };
+
+// Whether the kernel of FP8 has a tile on a device. sm_100 and its like convert the operands to float16, for which the
+// larger one leaves too few registers.
+HOST_DEVICE constexpr bool has_float8_tile(const GemmConfig& tile, int compute_capability) {
+  return tile.block_m <= 64 || compute_capability < 100 || compute_capability >= 120;
+}
 
 // Strides of an operand in bytes. They are kernel parameters, i.e. constants that take no registers.
 struct ByteStrides {

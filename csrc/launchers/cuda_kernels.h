@@ -25,8 +25,8 @@ struct CudaKernels {
   sm90::GemmChoice (*choose_gemm_sm90)(const GemmParams&, Float32Product, const Restriction&);
   sm90::GemmChoice (*choose_grouped)(const GemmParams&);
   rt::Device (*gemm_device)();
-  sm90::ScaledChoice (*choose_scaled_gemm)(const ScaledGemmParams&);
-  void (*scaled_gemm)(const ScaledGemmParams&, const sm90::ScaledPlan&, void* stream);
+  ScaledGemmChoice (*choose_scaled_gemm)(const ScaledGemmParams&);
+  void (*scaled_gemm)(const ScaledGemmParams&, const ScaledGemmChoice&, void* stream);
   void (*quantize)(const QuantizeParams&, const AllocateWorkspace&, void* stream);
   void (*activation_grad)(const ActivationGradParams&, const AllocateWorkspace&, void* stream);
   void (*report_wrong_targets)(const LossTargets&, void* stream);

@@ -5,6 +5,7 @@
 
 #include "gemm/grouped_plan_sm90.h"
 #include "gemm/plan_sm80.h"
+#include "gemm/scaled_plan.h"
 #include "ops/grouped_mm.h"
 #include "ops/scaled_mm.h"
 #include "ops/tuning.h"
@@ -50,16 +51,12 @@ Answer answer_sm90(const GemmParams& params, sm90::GemmPlan plan, const rt::Devi
           plan.cycles};
 }
 
-Answer answer_sm80(const GemmParams& params, Float32Product float32, const rt::Device& device,
-                   const std::string& refusal, const Restriction& only) {
-  const sm80::Arithmetic arithmetic = sm80::arithmetic_of(params, float32);
-  const sm80::Rates rates = sm80::rates_of(device);
-  sm80::GemmPlan plan = params.groups.cut == Groups::Cut::kNone
-                            ? sm80::choose_plan(params, arithmetic, rates, only.sm80 ? only : Restriction{})
-                            : sm80::choose_grouped_plan(params, arithmetic, rates);
+// `kernel`: "sm_80", or "sm_89" for FP8.
+Answer answer_mma_sync(const char* kernel, const GemmParams& params, sm80::GemmPlan plan, sm80::Arithmetic arithmetic,
+                       const sm80::Rates& rates, const std::string& refusal) {
   const sm80::GemmConfig& tile = sm80::kTiles[int(arithmetic)][plan.shape];
   const double cycles = sm80::expected_cycles(plan, tile, arithmetic, rates);
-  return {"sm_80", sm80::cost_of_k_tile(tile, arithmetic, rates).limit(), refusal,
+  return {kernel, sm80::cost_of_k_tile(tile, arithmetic, rates).limit(), refusal,
           numbers({{"config", plan.shape},
                    {"block_m", tile.block_m},
                    {"block_n", tile.block_n},
@@ -77,9 +74,37 @@ Answer answer_sm80(const GemmParams& params, Float32Product float32, const rt::D
           cycles};
 }
 
+Answer answer_sm80(const GemmParams& params, Float32Product float32, const rt::Device& device,
+                   const std::string& refusal, const Restriction& only) {
+  const sm80::Arithmetic arithmetic = sm80::arithmetic_of(params, float32);
+  const sm80::Rates rates = sm80::rates_of(device);
+  const sm80::GemmPlan plan = params.groups.cut == Groups::Cut::kNone
+                                  ? sm80::choose_plan(params, arithmetic, rates, only.sm80 ? only : Restriction{})
+                                  : sm80::choose_grouped_plan(params, arithmetic, rates);
+  return answer_mma_sync("sm_80", params, plan, arithmetic, rates, refusal);
+}
+
 // Tensors of the meta device have no addresses, but null means absent. Fresh memory is aligned to 256 bytes.
 void set_if_null(const void*& data) {
   if (data == nullptr) data = reinterpret_cast<const void*>(256);
+}
+
+Answer answer_scaled_sm90(const sm90::ScaledPlan& plan) {
+  const sm90::ScaledConfig& config = sm90::kScaledConfigs[plan.config];
+  return {"sm_90", "", "",
+          numbers({{"block_m", config.block_m},
+                   {"block_n", config.block_n},
+                   {"block_k", kScaleBlock},
+                   {"stages", config.stages},
+                   {"ping_pong", 0},
+                   {"cluster", plan.cluster},
+                   {"k_blocks", 1},
+                   {"splits", 1},
+                   {"threads", 128 * (1 + sm90::kConsumers)},
+                   {"grid_x", plan.clusters * plan.cluster},
+                   {"grid_y", 1},
+                   {"workspace", 0}}),
+          0};
 }
 
 // Of scaled_mm.
@@ -95,29 +120,25 @@ Answer plan_scaled(const char* op, const Tensor& a, const Tensor& b, const std::
   if (params.m == 0 || params.n == 0) return {"none", "", "", Numbers(), 0};
   const CudaKernels* kernels = named ? nullptr : cuda_kernels(op, a.device());
   if (!named && kernels == nullptr) return {"cpu", "", "", Numbers(), 0};
-  sm90::ScaledChoice choice;
+  const int64_t copies = !has_aligned_lines(a) + 2 * !has_aligned_lines(b.t());
+  std::optional<Answer> answer;
   launch_for(op, [&] {
     const c10::OptionalDeviceGuard guard(named ? c10::optional<at::Device>() : a.device());
-    choice = named ? sm90::choose_scaled_plan(params, *named) : kernels->choose_scaled_gemm(params);
+    const ScaledGemmChoice choice = named ? choose_scaled_gemm(params, *named) : kernels->choose_scaled_gemm(params);
+    if (choice.kernel == ScaledGemmChoice::Kernel::kNone) {
+      answer = Answer{"composed", "", choice.refusal, Numbers(), 0};
+      return;
+    }
+    if (choice.kernel == ScaledGemmChoice::Kernel::kSm90) {
+      answer = answer_scaled_sm90(choice.plan_sm90);
+    } else {
+      const rt::Device device = named ? *named : kernels->gemm_device();
+      answer = answer_mma_sync("sm_89", without_scales(params), sm80::choose_scaled_plan(params, device),
+                               sm80::Arithmetic::kFloat8, sm80::rates_of(device), choice.refusal);
+    }
+    std::get<Numbers>(*answer).insert("copies", copies);
   });
-  if (!choice.refusal.empty()) return {"composed", "", choice.refusal, Numbers(), 0};
-  const sm90::ScaledPlan& plan = choice.plan;
-  const sm90::ScaledConfig& config = sm90::kScaledConfigs[plan.config];
-  return {"sm_90", "", "",
-          numbers({{"block_m", config.block_m},
-                   {"block_n", config.block_n},
-                   {"block_k", kScaleBlock},
-                   {"stages", config.stages},
-                   {"ping_pong", 0},
-                   {"cluster", plan.cluster},
-                   {"k_blocks", 1},
-                   {"splits", 1},
-                   {"threads", 128 * (1 + sm90::kConsumers)},
-                   {"grid_x", plan.clusters * plan.cluster},
-                   {"grid_y", 1},
-                   {"workspace", 0},
-                   {"copies", !has_aligned_lines(a) + 2 * !has_aligned_lines(b.t())}}),
-          0};
+  return *answer;
 }
 
 // Of grouped_mm.

@@ -18,7 +18,7 @@
 
 namespace cuda_ext {
 
-constexpr int64_t kAlignment = 16;  // of the lines that TMA reads, in bytes
+constexpr int64_t kAlignment = 16;  // of the lines that kernels read, in bytes
 
 bool is_fp8(at::ScalarType type) { return type == at::kFloat8_e4m3fn || type == at::kFloat8_e5m2; }
 
@@ -185,13 +185,14 @@ Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_
     launch_scaled_gemm(params);
     return out;
   }
-  const sm90::ScaledChoice choice = kernels->choose_scaled_gemm(params);
-  if (!choice.refusal.empty()) return composed_scaled_mm(a, b, lines_a, lines_b, bias, addend, beta, type);
+  const ScaledGemmChoice choice = kernels->choose_scaled_gemm(params);
+  if (choice.kernel == ScaledGemmChoice::Kernel::kNone)
+    return composed_scaled_mm(a, b, lines_a, lines_b, bias, addend, beta, type);
   const Tensor lines_of_a = with_aligned_lines(a), lines_of_b = with_aligned_lines(b.t());
   params.a = matrix(lines_of_a);
   params.b = transposed(matrix(lines_of_b));
   const LaunchScope scope(a.device());
-  launch_for(kOp, [&] { kernels->scaled_gemm(params, choice.plan, scope.stream()); });
+  launch_for(kOp, [&] { kernels->scaled_gemm(params, choice, scope.stream()); });
   return out;
 }
 
@@ -228,7 +229,7 @@ struct GroupScales {
   }
 };
 
-// (groups n, k), as the kernel on wgmma reads the matrices b (groups, k, n) of all groups.
+// (groups n, k), as kernels read the matrices b (groups, k, n) of all groups.
 Tensor lines_of_groups(const Tensor& b) {
   return with_aligned_lines(b.transpose(1, 2).reshape({b.size(0) * b.size(2), b.size(1)}));
 }
@@ -342,13 +343,14 @@ Tensor scaled_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a
     params.bias = matrix(*bias);
     params.bias_group_stride = bias->stride(0);
   }
-  const sm90::ScaledChoice choice = kernels->choose_scaled_gemm(params);
-  if (!choice.refusal.empty()) return composed_grouped(a, b, lines_a, of_groups, scaling_b, ends, bias, type);
+  const ScaledGemmChoice choice = kernels->choose_scaled_gemm(params);
+  if (choice.kernel == ScaledGemmChoice::Kernel::kNone)
+    return composed_grouped(a, b, lines_a, of_groups, scaling_b, ends, bias, type);
   const Tensor lines_of_a = with_aligned_lines(a), lines_of_b = lines_of_groups(b);
   params.a = matrix(lines_of_a);
   params.b = transposed(matrix(lines_of_b));
   const LaunchScope scope(a.device());
-  launch_for(kGrouped, [&] { kernels->scaled_gemm(params, choice.plan, scope.stream()); });
+  launch_for(kGrouped, [&] { kernels->scaled_gemm(params, choice, scope.stream()); });
   return out;
 }
 

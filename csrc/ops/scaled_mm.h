@@ -7,7 +7,7 @@ namespace cuda_ext {
 
 bool is_fp8(at::ScalarType type);
 
-// Whether the kernel on wgmma reads a matrix in place: contiguous along its second dim, lines aligned.
+// Whether the kernels of FP8 read a matrix in place: contiguous along its second dim, lines aligned.
 bool has_aligned_lines(const Tensor& matrix);
 
 }  // namespace cuda_ext

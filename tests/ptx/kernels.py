@@ -68,11 +68,11 @@ def head_dims(everything: bool) -> tuple[int, ...]:
 
 def sources(everything: bool, arch: str = "sm_80") -> list[Path]:
     """The CUDA sources of the package; unless `everything`, without those for `MORE` and for other head dims than
-    `head_dims`. Kernels on wgmma are only for sm_90a; nothing calls them on other devices.
+    `head_dims`. Kernels on wgmma are only for sm_90a, those of `SM89_SOURCES` for others than these two.
 
     The GEMM sources compile longest and come first, so that all cores are busy to the end.
     """
-    found = _emulator.kernel_sources()
+    found = [path for path in _emulator.kernel_sources() if f"{_build.SM89_SOURCES}_" not in path.stem]
     if arch != "sm_90a":
         found = [path for path in found if f"{_build.SM90A_SOURCES}_" not in path.stem]
     found.sort(key=lambda path: ("gemm" not in path.parts, path))

@@ -10,40 +10,8 @@ from typing import Any
 import pytest
 import torch
 from attention_sm90_cases import unnoticed_removals
+from scaled_cases import E4M3, E5M2, SCALINGS, assert_near, problem, race_problem, random_epilogue, run
 from torch import Tensor
-
-from cuda_ext import scaled_mm, testing
-from cuda_ext.fp8 import quantize
-from cuda_ext.testing import reference_scaled_mm
-
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-SCALINGS = ("TensorWise", "RowWise", "BlockWise1x128", "BlockWise128x128")
-
-
-def problem(m: int, n: int, k: int, scalings: tuple[str, str], formats: tuple[torch.dtype, torch.dtype]) -> list[Any]:
-    (a, scale_a), (b, scale_b) = (
-        quantize(torch.randn(lines, k), scaling, dtype=dtype, power_of_two=True)
-        for lines, scaling, dtype in zip((m, n), scalings, formats, strict=True)
-    )
-    return [a, b.t(), scale_a, scalings[0], scale_b, scalings[1]]
-
-
-def run(arguments: list[Any], options: dict[str, Any], **emulation: Any) -> tuple[Tensor, dict[str, int], list[Any]]:
-    with testing.emulated("sm_90a", **emulation) as emulated:
-        out = scaled_mm(*arguments, **options)
-        return out, dict(emulated.counters), emulated.sync_sites
-
-
-def assert_near(out: Tensor, arguments: list[Any], options: dict[str, Any]) -> None:
-    """The result in float64, within the error of sums in float32 and the roundings of the output and its addends."""
-    terms = {name: value for name, value in options.items() if name not in ("output_dtype", "use_fast_accum")}
-    exact = reference_scaled_mm(*arguments, **terms)
-    magnitudes = [each.float().abs().to(each.dtype) for each in arguments[:2]]
-    magnitude = reference_scaled_mm(*magnitudes, *arguments[2:])
-    addends = sum(value.double().abs() for value in (terms.get("bias"), terms.get("input")) if value is not None)
-    rounding = torch.finfo(out.dtype).eps * exact.abs() + torch.finfo(torch.float32).eps * addends
-    assert ((out.double() - exact).abs() <= 2.0**-20 * magnitude + rounding).all()
-
 
 # Sizes, numbers of SMs and the rows of the tile that is then chosen. One block and clusters of two, an odd number of
 # columns of tiles, several items of a cluster, several bands of rows, fewer k tiles than stages and more.
@@ -70,13 +38,11 @@ def test_tiles_and_epilogues(shape: str, formats: tuple[torch.dtype, torch.dtype
     arguments = problem(*sizes, (random.choice(SCALINGS), random.choice(SCALINGS)), formats)
     m, n, k = sizes
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        options: dict[str, Any] = {"output_dtype": dtype}
-        if random.random() < 0.5:
-            options["bias"] = torch.randn(n, dtype=random.choice((dtype, torch.float32)))
-        if random.random() < 0.5:
-            options |= {"input": torch.randn(m, n, dtype=dtype), "beta": 0.5}
+        options = random_epilogue(m, n, dtype)
         seed = random.randrange(2**31)
-        out, counters, _ = run(arguments, options, mode="lazy", schedule="pct", seed=seed, processors=processors)
+        out, counters, _ = run(
+            "sm_90a", arguments, options, mode="lazy", schedule="pct", seed=seed, processors=processors
+        )
         assert_near(out, arguments, options)
         # 64 rows, 128 columns and 32 terms each; rows after the last are not multiplied.
         products = -(-m // 64) * plan["column_groups"] * plan["cluster"] * 4 * -(-k // 128)
@@ -108,7 +74,9 @@ def test_sums_in_the_tensor_cores(shape: str, formats: tuple[torch.dtype, torch.
         if random.random() < 0.5:
             options["input"] = torch.randn(m, n)
         seed = random.randrange(2**31)
-        out, counters, _ = run(arguments, options, mode="lazy", schedule="pct", seed=seed, processors=processors)
+        out, counters, _ = run(
+            "sm_90a", arguments, options, mode="lazy", schedule="pct", seed=seed, processors=processors
+        )
         assert_near(out, arguments, options)
         products = -(-m // 64) * plan["column_groups"] * plan["cluster"] * 4 * -(-k // 128)
         assert counters["wgmma"] == products and counters["mma"] == 0
@@ -117,7 +85,7 @@ def test_sums_in_the_tensor_cores(shape: str, formats: tuple[torch.dtype, torch.
 def test_integers_are_exact() -> None:
     a, b = (torch.randint(-8, 9, size).to(E4M3) for size in ((300, 900), (900, 270)))
     one = torch.ones(1)
-    out, _, _ = run([a, b, one, "TensorWise", one, "TensorWise"], {"output_dtype": torch.float32})
+    out, _, _ = run("sm_90a", [a, b, one, "TensorWise", one, "TensorWise"], {"output_dtype": torch.float32})
     assert out.equal(a.float() @ b.float())
 
 
@@ -126,7 +94,9 @@ def test_operands_that_tma_cannot_read_are_copied() -> None:
     odd = torch.zeros(130 * 79 + 1, dtype=torch.uint8).view(E4M3)[1:].view(130, 79)[:, :77].copy_(a)
     one = torch.ones(1)
     for left, right in ((odd, b), (a.t().contiguous().t(), b.t().contiguous().t())):
-        out, counters, _ = run([left, right, one, "TensorWise", one, "TensorWise"], {"output_dtype": torch.float32})
+        out, counters, _ = run(
+            "sm_90a", [left, right, one, "TensorWise", one, "TensorWise"], {"output_dtype": torch.float32}
+        )
         assert out.equal(a.float() @ b.float()) and counters["wgmma"] > 0
 
 
@@ -136,11 +106,11 @@ def test_promotion_keeps_what_the_tensor_cores_lose() -> None:
     a, b = (torch.rand(size).add(0.5).to(E4M3) for size in ((64, k), (k, 256)))
     one, exact = torch.ones(1), a.double() @ b.double()
     arguments = [a, b, one, "TensorWise", one, "TensorWise"]
-    out, _, _ = run(arguments, {"output_dtype": torch.float32}, float8_sum_bits=14)
+    out, _, _ = run("sm_90a", arguments, {"output_dtype": torch.float32}, float8_sum_bits=14)
     error = ((out.double() - exact) / exact).abs().max()
     assert 0 < error < 5e-4, error  # a sum of 128 such terms is cut to 14 bits 4 times, 2**-13 each at most
     options = {"output_dtype": torch.float32, "use_fast_accum": True}
-    fast, _, _ = run(arguments, options, float8_sum_bits=14, processors=1)
+    fast, _, _ = run("sm_90a", arguments, options, float8_sum_bits=14, processors=1)
     assert ((fast.double() - exact) / exact).abs().max() >= 1e-3
 
 
@@ -157,23 +127,14 @@ RACES = [
 ]
 
 
-def race_problem(sizes: tuple[int, int, int], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    m, n, _ = sizes
-    scalings = options.get("scalings", ("BlockWise1x128", options.get("scaling_b", "BlockWise1x128")))
-    arguments = problem(*sizes, scalings, (E4M3, E4M3))
-    options = {name: value for name, value in options.items() if name not in ("scaling_b", "scalings")}
-    tensors = {"input": torch.randn(m, n), "bias": torch.randn(n)}
-    return arguments, {name: tensors.get(name, value) for name, value in options.items()}
-
-
 @pytest.mark.sampled(check="races")
 @pytest.mark.parametrize(("sizes", "options", "processors"), RACES, ids=str)
 def test_no_races(sizes: tuple[int, int, int], options: dict[str, Any], processors: int) -> None:
     arguments, options = race_problem(sizes, options)
     seed = random.randrange(2**31)
-    expected, _, _ = run(arguments, options, processors=processors, check_races=True)
+    expected, _, _ = run("sm_90a", arguments, options, processors=processors, check_races=True)
     for mode, schedule in (("lazy", "fifo"), ("lazy", "pct"), ("eager", "pct")):
-        out, _, _ = run(arguments, options, processors=processors, mode=mode, schedule=schedule, seed=seed)
+        out, _, _ = run("sm_90a", arguments, options, processors=processors, mode=mode, schedule=schedule, seed=seed)
         assert out.equal(expected)
 
 
@@ -188,7 +149,7 @@ HARMLESS = {
 def test_removal_of_any_synchronisation_is_noticed() -> None:
     def once(arguments: list[Any], options: dict[str, Any], processors: int) -> Any:
         def of(**emulation: Any) -> tuple[list[Tensor], list[Any]]:
-            out, _, sites = run(arguments, options, processors=processors, **emulation)
+            out, _, sites = run("sm_90a", arguments, options, processors=processors, **emulation)
             return [out], sites
 
         return of
