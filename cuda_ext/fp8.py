@@ -29,10 +29,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.weak import WeakIdKeyDictionary
 
 import cuda_ext._rules  # noqa: F401
-from cuda_ext._gemm import gemm
 from cuda_ext._load import ops
 from cuda_ext._scaled_mm import scaled_grouped_mm, scaled_mm, scaling_number
 from cuda_ext._toolchain import NAMESPACE
@@ -257,6 +257,8 @@ class _Linear(torch.autograd.Function):
     """Saves the weight, or its transpose in FP8 if that is kept, and the transpose of the input in FP8, which is all
     that the gradient of the weight needs."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
         rows: Tensor,
@@ -312,10 +314,18 @@ class _Linear(torch.autograd.Function):
                     transposed = recipe.of(grad.t(), recipe.tokens, recipe.grad_dtype)
                 grad_weight = transposed.mm(_Quantized(data, scales, recipe.tokens), ctx.weight_dtype)
             else:
-                grad_weight = gemm(grad.to(rows.dtype).t(), rows, out_dtype=ctx.weight_dtype)
+                # Not by its function: as in `scaled_mm`, of the defaults.
+                grad_weight = ops.gemm.default(grad.to(rows.dtype).t(), rows, out_dtype=ctx.weight_dtype)
         if of_bias:
             grad_bias = grad.sum(0, dtype=ctx.bias_dtype)
         return grad_input, grad_weight, grad_bias, None, None, None, None
+
+
+def _has_tangent(tensor: Tensor | None) -> bool:
+    # Without a level there are none; the name of the level is PyTorch's own.
+    if tensor is None or getattr(forward_ad, "_current_level", 0) < 0:
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: str = "rowwise") -> Tensor:
@@ -332,16 +342,24 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe:
         It needs the weight and K bytes for each row of the input.
 
     Raises:
-        RuntimeError: wrong shapes, dtypes or recipe, second derivatives.
+        RuntimeError: wrong shapes, dtypes or recipe, second derivatives, forward mode.
     """
     checked_recipe(recipe)
     if input.dim() == 0 or weight.dim() != 2 or input.shape[-1] != weight.shape[1]:
         shapes = f"{tuple(input.shape)} and {tuple(weight.shape)}"
         raise RuntimeError(f"{NAMESPACE}::fp8.linear: expected input (..., K) and weight (N, K), got {shapes}")
+    if not torch.compiler.is_compiling() and any(map(_has_tangent, (input, weight, bias))):
+        raise RuntimeError(
+            f"{NAMESPACE}::fp8.linear: expected reverse mode, got a tensor with a tangent of forward mode, which "
+            "numbers of FP8 do not have; use torch.nn.functional.linear, or cuda_ext.fp8.revert(model) first"
+        )
     device = input.device.type
     autocasts = device != "meta" and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocasts else input.dtype
-    saves_rows = weight.requires_grad and torch.is_grad_enabled()
+    # Exported programs have no backward; and the pitch of a transpose would depend on the size of the batch. For Dynamo
+    # `is_exporting` is always true.
+    exports = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    saves_rows = weight.requires_grad and torch.is_grad_enabled() and not exports
     rows = input.flatten(0, -2) if input.dim() > 1 else input.unsqueeze(0)
     of = _RECIPES[recipe]
     kept = _weights.get(weight, recipe, lambda weight: of.both_of(weight, of.weight))
