@@ -97,8 +97,10 @@ def test_vmap_of_products(scaling: str, mapped: tuple[int | None, int | None]) -
     batches = [t if dim is not None else [t] * 3 for t, dim in zip(given, in_dims, strict=True)]
     assert_near([torch.vmap(product, in_dims=in_dims)(*given)], one_by_one(product, *batches))
     with_addend = lambda *tensors: product(*tensors[:4], input=tensors[4], beta=0.5)  # noqa: E731
-    found = torch.vmap(with_addend, in_dims=(*in_dims, 0))(*given, addend)
-    assert_near([found], one_by_one(with_addend, *batches, addend))
+    for dim in (0, None):
+        addends = addend if dim == 0 else addend[0]
+        found = torch.vmap(with_addend, in_dims=(*in_dims, dim))(*given, addends)
+        assert_near([found], one_by_one(with_addend, *batches, addend if dim == 0 else [addends] * 3))
 
 
 def test_vmap_of_groups() -> None:
