@@ -13,7 +13,8 @@ each other's derivatives in pairs:
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -86,21 +87,33 @@ class OwnPart(torch.autograd.Function):
         return AllGather.apply(grad, *ctx.place), None, None, None
 
 
+class Exchanges(Protocol):
+    """Which group `AllToAll` is of, and what names it."""
+
+    group_name: str
+
+    def named(self, what: str) -> AbstractContextManager[None]: ...
+
+
 class AllToAll(torch.autograd.Function):
-    """(rows, how many go to each rank, how many come from each, name of the group) -> rows, in the order of ranks"""
+    """(rows, how many go to each rank, how many come from each, exchanges, what they are) -> rows, in the order of
+    ranks"""
 
     @staticmethod
-    def forward(rows: Tensor, to: list[int], of: list[int], group_name: str) -> Tensor:
+    def forward(rows: Tensor, to: list[int], of: list[int], exchanges: Exchanges, what: str) -> Tensor:
         collectives = torch.ops._c10d_functional
-        return collectives.wait_tensor(collectives.all_to_all_single(rows.contiguous(), of, to, group_name))
+        with exchanges.named(what):
+            out = collectives.all_to_all_single(rows.contiguous(), of, to, exchanges.group_name)
+            return collectives.wait_tensor(out)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, list[int], list[int], str], output: Tensor) -> None:
-        ctx.to, ctx.of, ctx.group_name = inputs[1:]
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.to, ctx.of, ctx.exchanges, ctx.what = inputs[1:]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return AllToAll.apply(grad, ctx.of, ctx.to, ctx.group_name), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        what = f"the gradients of {ctx.what}"
+        return AllToAll.apply(grad, ctx.of, ctx.to, ctx.exchanges, what), None, None, None, None
 
 
 def gather(part: Tensor, ranks: int, group_name: str) -> Tensor:

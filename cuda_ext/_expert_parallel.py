@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +14,8 @@ from torch import Tensor
 from cuda_ext._checks import expected, shape_of
 from cuda_ext._collectives import AllToAll
 from cuda_ext._expert_routes import sort, sum_dtype
+from cuda_ext._toolchain import NAMESPACE
+from cuda_ext._watch import NamedCollectives
 
 __all__ = ["check_share", "on_their_ranks", "shares"]
 
@@ -39,6 +44,42 @@ def check_share(w_up: Tensor, experts: int | None, group: dist.ProcessGroup | No
         raise expected(_NAME, f"w_up with {own} of {experts} experts on {where}, got {shape_of(w_up)}")
 
 
+class _Group:
+    """What names the exchanges of a group of ranks, for whoever waits for a dead or late one."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.calls = 0
+        self.collectives = NamedCollectives(f"{NAMESPACE}::{_NAME}", group, device, self._status, name="experts")
+
+    def _status(self, waiting: str) -> str:
+        return waiting or f"exchanges no rows; the last call of {_NAME} that it has begun is call {self.calls}"
+
+
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Group] = weakref.WeakKeyDictionary()
+
+
+def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For what compilers cannot follow: the names of exchanges, and who waits for them."""
+    return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
+
+
+class _Exchanges:
+    """The exchanges of a call, forward and backward."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        found = _groups.get(group)
+        if found is None:
+            found = _groups[group] = _Group(group, device)
+            weakref.finalize(group, found.collectives.watch.stop)
+        found.collectives.refuse_failed()
+        found.calls += 1
+        self.group_name = group.group_name
+        self._collectives, self._call = found.collectives, found.calls
+
+    def named(self, what: str) -> AbstractContextManager[None]:
+        return self._collectives.named(f"the exchange of {what}, of call {self._call}")
+
+
 def on_their_ranks(
     compute: Callable[[Tensor, Tensor, Tensor], Tensor],
     experts: int,
@@ -52,17 +93,18 @@ def on_their_ranks(
     `compute`: the same for rows, ids and weights of this rank's experts, whose ids count from 0.
     """
     ranks, own = group.size(), shares(experts, group.size())
-    own_count, name = own[group.rank()], group.group_name
+    own_count, exchanges = own[group.rank()], _outside_graphs(_Exchanges)(group, tokens.device)
+    exchange = _outside_graphs(AllToAll.apply)
     routes = sort(ids, experts)
     counts = routes.ends.diff(prepend=routes.ends.new_zeros(1))
     # (ranks, own_count): how many rows each rank has for each expert of this one
-    received = AllToAll.apply(counts, own, [own_count] * ranks, name).view(ranks, own_count)
+    received = exchange(counts, own, [own_count] * ranks, exchanges, "the numbers of rows").view(ranks, own_count)
     of_ranks = torch.stack([part.sum() for part in counts.split(own)])
     to, of = torch.stack([of_ranks, received.sum(1)]).tolist()
-    rows = AllToAll.apply(routes.gather(tokens)[: sum(to)], to, of, name)
+    rows = exchange(routes.gather(tokens)[: sum(to)], to, of, exchanges, "the rows for experts")
     own_ids = torch.arange(own_count, device=ids.device).repeat(ranks)
     own_ids = own_ids.repeat_interleave(received.reshape(-1), output_size=sum(of)).unsqueeze(1)
     results = compute(rows, own_ids, torch.ones_like(own_ids, dtype=sum_dtype(tokens)))
-    results = AllToAll.apply(results, of, to, name)
+    results = exchange(results, of, to, exchanges, "the results of experts")
     results = torch.cat([results, results.new_zeros(ids.numel() - sum(to), tokens.shape[1])])
     return routes.sum(results, weights)

@@ -16,7 +16,7 @@ from cuda_ext._checks import autocasts, dtype_name, expected, shape_of
 from cuda_ext._expert_parallel import check_share, on_their_ranks
 from cuda_ext._expert_routes import Routes, sort, sum_dtype
 from cuda_ext._grouped_mm import grouped_mm
-from cuda_ext.fp8 import EXPERTS_RECIPE, multiply_groups
+from cuda_ext.fp8 import EXPERTS_RECIPE, keeps, multiply_groups
 
 __all__ = ["Gate", "mixture_of_experts"]
 
@@ -70,8 +70,9 @@ def mixture_of_experts(
         group: ranks that share the experts; gloo or NCCL. Default None: all experts are here.
         fp8: ``"rowwise_with_gw_hp"``: rows, gradients of rows and matrices are converted to float8_e4m3fn, with a power
             of two as a scale for each row and each line of a matrix, for all products but those that give the gradients
-            of the matrices (`cuda_ext.scaled_grouped_mm`). Not with a function as `activation`; backward gives first
-            derivatives only. Default None: products in the dtype of the input.
+            of the matrices (`cuda_ext.scaled_grouped_mm`). Matrices are converted from their own dtype, also under
+            autocast; once while `cuda_ext.fp8.unchanged_weights` is entered. Not with a function as `activation`;
+            backward gives first derivatives only. Default None: products in the dtype of the input.
 
     Returns:
         ``(..., K)``, dtype of `input`; under autocast that of autocast.
@@ -85,7 +86,11 @@ def mixture_of_experts(
     if not autocasts(input.device):
         return _compute(mlps, input, expert_ids, expert_weights, experts, group)
     dtype = torch.get_autocast_dtype(input.device.type)
-    cast, *tensors = (t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (input, *mlps.tensors()))
+    as_is = () if fp8 is None else (w_up, w_down)  # converted to FP8 from their own precision, and kept by parameter
+    cast, *tensors = (
+        t if t is None or t.dtype == torch.float64 or any(t is each for each in as_is) else t.to(dtype)
+        for t in (input, *mlps.tensors())
+    )
     with torch.autocast(input.device.type, enabled=False):
         return _compute(mlps.with_tensors(tensors), cast, expert_ids, expert_weights, experts, group)
 
@@ -107,11 +112,14 @@ class _Mlps(NamedTuple):
     def with_tensors(self, tensors: Sequence[Any]) -> _Mlps:
         return _Mlps(self.activation, self.gated, self.fp8, *tensors)
 
-    def multiply(self, rows: Tensor, matrices: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The rows of each expert times its transposed matrix, of (experts, N, K)."""
+    def multiply(
+        self, rows: Tensor, matrices: Tensor, ends: Tensor, bias: Tensor | None = None, *, transposed: bool = False
+    ) -> Tensor:
+        """The rows of each expert times its transposed matrix, of (experts, N, K); with `transposed` the matrix
+        itself."""
         if self.fp8 is not None:
-            return multiply_groups(rows, matrices, ends, bias)
-        return grouped_mm(rows, matrices.mT, offs=ends, bias=bias)
+            return multiply_groups(rows, matrices, ends, bias, transposed=transposed)
+        return grouped_mm(rows, matrices if transposed else matrices.mT, offs=ends, bias=bias)
 
     def gate(self) -> Gate:
         """From the product with `w_up` to the operand of `w_down`."""
@@ -180,14 +188,18 @@ class _Experts(torch.autograd.Function):
         results = mlps.multiply(hidden, mlps.w_down, routes.ends, mlps.b_down)
         del hidden
         ctx.options = options
+        # Quantised matrices are kept by parameter, which is not what a checkpoint gives back.
+        ctx.parameters = [t if mlps.fp8 is not None and keeps(t) else None for t in (mlps.w_up, mlps.w_down)]
         ctx.save_for_backward(*routes, tokens, weights, *tensors, product)
         return routes.sum(results, weights)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *saved, product = ctx.saved_tensors
-        routes, (tokens, weights, *tensors) = Routes(*saved[:3]), saved[3:]
-        mlps, needed = _Mlps(*ctx.options, *tensors), ctx.needs_input_grad[2:]
+        routes, (tokens, weights, w_up, w_down, b_up, b_down) = Routes(*saved[:3]), saved[3:]
+        w_up, w_down = (t if kept is None else kept for t, kept in zip((w_up, w_down), ctx.parameters, strict=True))
+        activation, gated, fp8 = ctx.options
+        mlps, needed = _Mlps(activation, gated, fp8, w_up, w_down, b_up, b_down), ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():  # gradients of gradients
             if mlps.fp8 is not None:
                 raise _expected("fp8=None for second derivatives: FP8 has none")
@@ -221,7 +233,7 @@ def _gradients(
     grad_rows = routes.gather(grad)  # of the results, but for the weights
     weight_of_rows = weights.reshape(-1)[routes.pairs].unsqueeze(1)
     hidden, gate_gradient = torch.func.vjp(mlps.gate(), product)  # type: ignore[misc]
-    grad_hidden = mlps.multiply(grad_rows, mlps.w_down.mT, ends)  # but for the weights
+    grad_hidden = mlps.multiply(grad_rows, mlps.w_down, ends, transposed=True)  # but for the weights
     gradients: list[Tensor | None] = [None] * 6
     if for_weights:
         of_rows = _dot(grad_hidden, hidden)
@@ -231,7 +243,7 @@ def _gradients(
         gradients[1] = of_rows[routes.rows].to(weights.dtype)
     if for_down or for_b_down:
         weighted = (grad_rows * weight_of_rows).to(grad.dtype)
-        gradients[3] = grouped_mm(weighted.t(), hidden, offs=ends) if for_down else None
+        gradients[3] = _matrices_gradient(weighted, hidden, ends, mlps.w_down) if for_down else None
         gradients[5] = _sums(weighted, ends) if for_b_down else None
         del weighted
     del hidden, grad_rows
@@ -239,10 +251,16 @@ def _gradients(
     del grad_hidden, gate_gradient
     gradients[4] = _sums(grad_product, ends) if for_b_up else None
     if for_up:
-        gradients[2] = grouped_mm(grad_product.t(), routes.gather(tokens), offs=ends)
+        gradients[2] = _matrices_gradient(grad_product, routes.gather(tokens), ends, mlps.w_up)
     if for_tokens:
-        gradients[0] = routes.sum(mlps.multiply(grad_product, mlps.w_up.mT, ends))
+        gradients[0] = routes.sum(mlps.multiply(grad_product, mlps.w_up, ends, transposed=True))
     return gradients
+
+
+def _matrices_gradient(grad: Tensor, rows: Tensor, ends: Tensor, matrices: Tensor) -> Tensor:
+    """(experts, N, K) of grad (rows, N) and rows (rows, K), in the dtype of the matrices."""
+    dtype = None if matrices.dtype == rows.dtype else matrices.dtype
+    return grouped_mm(grad.t(), rows, offs=ends, out_dtype=dtype)
 
 
 def _sums(rows: Tensor, ends: Tensor) -> Tensor:

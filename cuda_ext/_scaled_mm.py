@@ -114,6 +114,8 @@ def scaled_mm(
     _check_defaults(_NAME, swizzle_a, swizzle_b, contraction_dim)
     numbers = _scaling_numbers(_NAME, scale_recipe_a, scale_recipe_b)
     dtype = torch.bfloat16 if output_dtype is None else output_dtype
+    # Under dynamic=True Dynamo makes a symbol of the default of beta, which it fails to pass into a second Function.
+    addend = () if input is None else (input, beta)
     out: Tensor = _scaled_mm(
         mat_a,
         mat_b,
@@ -122,8 +124,7 @@ def scaled_mm(
         _only("scale_b", scale_b),
         numbers[1],
         bias,
-        input,
-        beta,
+        *addend,
         output_dtype=torch.float32 if dtype in _FP8 else dtype,
         use_fast_accum=use_fast_accum,
     )

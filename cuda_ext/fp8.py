@@ -25,14 +25,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.weak import WeakIdKeyDictionary
 
 import cuda_ext._rules  # noqa: F401
-from cuda_ext._gemm import gemm
 from cuda_ext._load import ops
 from cuda_ext._scaled_mm import scaled_grouped_mm, scaled_mm, scaling_number
 from cuda_ext._toolchain import NAMESPACE
@@ -162,19 +162,30 @@ def checked_recipe(name: str) -> str:
 EXPERTS_RECIPE = "rowwise_with_gw_hp"
 
 
-def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
+def multiply_groups(
+    rows: Tensor, matrices: Tensor, ends: Tensor, bias: Tensor | None = None, *, transposed: bool = False
+) -> Tensor:
     """``grouped_mm(rows, matrices.mT, offs=ends, bias=bias)`` in FP8, by EXPERTS_RECIPE; rows (T, K), matrices
-    (groups, N, K)."""
+    (groups, N, K), or with `transposed` (groups, K, N)."""
     recipe = _RECIPES[EXPERTS_RECIPE]
-    groups, n, k = matrices.shape
     data, scales, scaling = recipe.of(rows, recipe.tokens)
-    of_matrices, scales_of_matrices, _ = recipe.of(matrices.reshape(groups * n, k), recipe.weight)
+    name = f"{EXPERTS_RECIPE}, {'transposed' if transposed else 'as it is'}"
+
+    def quantized(matrices: Tensor) -> tuple[Tensor, Tensor]:
+        """(groups, N, K), and the scales of its lines, (groups, N)"""
+        groups, n, k = (matrices.mT if transposed else matrices).shape
+        lines = (matrices.mT if transposed else matrices).reshape(groups * n, k)
+        data, scales, _ = recipe.of(lines, recipe.weight)
+        return data.view(groups, n, k), scales.view(groups, n)
+
+    kept = _weights.get(matrices, name, quantized)
+    of_matrices, scales_of_matrices = quantized(matrices) if kept is None else kept
     return scaled_grouped_mm(
         data,
-        of_matrices.view(groups, n, k).mT,
+        of_matrices.mT,
         scales,
         scaling,
-        scales_of_matrices.view(groups, n),
+        scales_of_matrices,
         recipe.weight,
         bias=bias,
         offs=ends,
@@ -182,38 +193,46 @@ def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor, bias: Tensor |
     )
 
 
+_Kept = TypeVar("_Kept")
+
+
 class _Weights:
-    """Quantised weights and their transposes, by weight and recipe, while `unchanged_weights` is entered."""
+    """Quantised weights, by weight and a name of what is kept of it, while `unchanged_weights` is entered."""
 
     def __init__(self) -> None:
         self.entered = 0
         self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def get(self, weight: Tensor, recipe_name: str) -> tuple[_Quantized, _Quantized] | None:
-        """None if they are not kept."""
-        if self.entered == 0 or torch.compiler.is_compiling() or not isinstance(weight, nn.Parameter):
+    def keeps(self, weight: Tensor) -> bool:
+        return self.entered > 0 and not torch.compiler.is_compiling() and isinstance(weight, nn.Parameter)
+
+    def get(self, weight: Tensor, name: str, quantized: Callable[[Tensor], _Kept]) -> _Kept | None:
+        """``quantized(weight)`` of this name; None if it is not kept."""
+        if not self.keeps(weight):
             return None
         inference = torch.is_inference_mode_enabled()  # what it makes cannot be saved for backward
-        key = recipe_name, inference, None if weight.is_inference() else weight._version
+        version = None if weight.is_inference() else weight._version
+        key = inference, version, weight.device, weight.dtype
         kept = self._kept.get(weight)
         if kept is None or kept[0] != key:
-            recipe = _RECIPES[recipe_name]
-            kept = key, recipe.both_of(weight.detach(), recipe.weight)
-            self._kept[weight] = kept
-        both: tuple[_Quantized, _Quantized] = kept[1]
-        return both
+            kept = self._kept[weight] = key, {}
+        if name not in kept[1]:
+            kept[1][name] = quantized(weight.detach())
+        found: _Kept = kept[1][name]
+        return found
 
     def clear(self) -> None:
         self._kept.clear()
 
 
 _weights = _Weights()
+keeps = _weights.keeps
 
 
 @contextlib.contextmanager
 def unchanged_weights() -> Iterator[None]:
-    """While this context is entered, in any thread, no weight changes: each is quantised once, and both copies, 2 bytes
-    an element, are kept until it is left.
+    """While this context is entered, in any thread, no weight changes: each, also of experts, is quantised once, and
+    both copies, 2 bytes an element, are kept until it is left.
 
         for batch in batches:
             with cuda_ext.fp8.unchanged_weights():
@@ -237,6 +256,8 @@ def unchanged_weights() -> Iterator[None]:
 class _Linear(torch.autograd.Function):
     """Saves the weight, or its transpose in FP8 if that is kept, and the transpose of the input in FP8, which is all
     that the gradient of the weight needs."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(
@@ -293,10 +314,18 @@ class _Linear(torch.autograd.Function):
                     transposed = recipe.of(grad.t(), recipe.tokens, recipe.grad_dtype)
                 grad_weight = transposed.mm(_Quantized(data, scales, recipe.tokens), ctx.weight_dtype)
             else:
-                grad_weight = gemm(grad.to(rows.dtype).t(), rows, out_dtype=ctx.weight_dtype)
+                # Not by its function: as in `scaled_mm`, of the defaults.
+                grad_weight = ops.gemm.default(grad.to(rows.dtype).t(), rows, out_dtype=ctx.weight_dtype)
         if of_bias:
             grad_bias = grad.sum(0, dtype=ctx.bias_dtype)
         return grad_input, grad_weight, grad_bias, None, None, None, None
+
+
+def _has_tangent(tensor: Tensor | None) -> bool:
+    # Without a level there are none; the name of the level is PyTorch's own.
+    if tensor is None or getattr(forward_ad, "_current_level", 0) < 0:
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: str = "rowwise") -> Tensor:
@@ -313,18 +342,27 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe:
         It needs the weight and K bytes for each row of the input.
 
     Raises:
-        RuntimeError: wrong shapes, dtypes or recipe, second derivatives.
+        RuntimeError: wrong shapes, dtypes or recipe, second derivatives, forward mode.
     """
     checked_recipe(recipe)
     if input.dim() == 0 or weight.dim() != 2 or input.shape[-1] != weight.shape[1]:
         shapes = f"{tuple(input.shape)} and {tuple(weight.shape)}"
         raise RuntimeError(f"{NAMESPACE}::fp8.linear: expected input (..., K) and weight (N, K), got {shapes}")
+    if not torch.compiler.is_compiling() and any(map(_has_tangent, (input, weight, bias))):
+        raise RuntimeError(
+            f"{NAMESPACE}::fp8.linear: expected reverse mode, got a tensor with a tangent of forward mode, which "
+            "numbers of FP8 do not have; use torch.nn.functional.linear, or cuda_ext.fp8.revert(model) first"
+        )
     device = input.device.type
     autocasts = device != "meta" and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocasts else input.dtype
-    saves_rows = weight.requires_grad and torch.is_grad_enabled()
+    # Exported programs have no backward; and the pitch of a transpose would depend on the size of the batch. For Dynamo
+    # `is_exporting` is always true.
+    exports = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    saves_rows = weight.requires_grad and torch.is_grad_enabled() and not exports
     rows = input.flatten(0, -2) if input.dim() > 1 else input.unsqueeze(0)
-    kept = _weights.get(weight, recipe)
+    of = _RECIPES[recipe]
+    kept = _weights.get(weight, recipe, lambda weight: of.both_of(weight, of.weight))
     out = _Linear.apply(rows, weight, bias, recipe, dtype, saves_rows, kept)[0]
     return out.view(*input.shape[:-1], weight.shape[0])
 
@@ -342,50 +380,78 @@ class Float8Linear(nn.Linear):
         return f"{super().extra_repr()}, fp8={self.fp8}"
 
 
+class ConvertibleLayer(NamedTuple):
+    """What `convert` has to know of a layer that is no linear one; its attribute `fp8` is the recipe, or None."""
+
+    features: tuple[int, int]
+    recipes: tuple[str, ...]
+    obstacle: str = ""  # why it cannot multiply in FP8
+
+
+# Tell what a module is for `convert`, None if it is of another kind: of packages that this module cannot import.
+convertible_layers: list[Callable[[nn.Module], ConvertibleLayer | None]] = []
+
+
 @dataclasses.dataclass
 class Report:
     """What `convert` did: the names of converted layers, and of those it kept, with the reason."""
 
     converted: list[str]
     kept: dict[str, str]
+    experts: int = 0
+    """How many of the converted ones are experts."""
 
     def __str__(self) -> str:
-        lines = [f"{len(self.converted)} linear layers in FP8, {len(self.kept)} kept"]
+        experts = f" and {self.experts} layers of experts" if self.experts else ""
+        lines = [f"{len(self.converted) - self.experts} linear layers{experts} in FP8, {len(self.kept)} kept"]
         return "\n".join(lines + [f"  {name}: {reason}" for name, reason in self.kept.items()])
 
 
-def _reason_to_keep(name: str, layer: nn.Linear, keep: Callable[[str, nn.Linear], bool], least_features: int) -> str:
+def _description(layer: nn.Module) -> ConvertibleLayer | None:
+    """None of a module that cannot be converted, as of one that contains layers."""
+    if not isinstance(layer, nn.Linear):
+        return next((found for describe in convertible_layers if (found := describe(layer)) is not None), None)
     ours = hasattr(layer, "fp8") and type(layer).__module__.startswith(f"{__package__}.")
-    if not (type(layer) is nn.Linear or ours) or "forward" in vars(layer):
-        return f"a {type(layer).__name__} with a forward of its own"
-    if keep(name, layer):
+    has_own = not (type(layer) is nn.Linear or ours) or "forward" in vars(layer)
+    obstacle = f"a {type(layer).__name__} with a forward of its own" if has_own else ""
+    return ConvertibleLayer((layer.in_features, layer.out_features), RECIPES, obstacle)
+
+
+def _reason_to_keep(layer: ConvertibleLayer, recipe: str, by_keep: bool, least_features: int) -> str:
+    if layer.obstacle:
+        return layer.obstacle
+    if by_keep:
         return "by keep"
-    if min(layer.in_features, layer.out_features) < least_features:
-        return f"{layer.in_features} x {layer.out_features}: quantising would take longer than FP8 saves"
+    if recipe not in layer.recipes:
+        return f"multiplies in FP8 by {' or '.join(map(repr, layer.recipes))} alone, not by {recipe!r}"
+    if min(layer.features) < least_features:
+        return f"{layer.features[0]} x {layer.features[1]}: quantising would take longer than FP8 saves"
     return ""
 
 
-def _keep_none(name: str, layer: nn.Linear) -> bool:
+def _keep_none(name: str, layer: Any) -> bool:
     return False
 
 
 def convert(
     model: nn.Module,
     recipe: str = "rowwise",
-    keep: Callable[[str, nn.Linear], bool] = _keep_none,
+    keep: Callable[[str, Any], bool] = _keep_none,
     *,
     least_features: int = 2048,
 ) -> Report:
     """Makes the linear layers of a model multiply in FP8, in place: those of `torch.nn` and of `cuda_ext.nn`, also in
-    other modules. Parameters, hooks and state dicts stay.
+    other modules; by ``"rowwise_with_gw_hp"`` also experts: of `cuda_ext.nn`, and of models of transformers that
+    `cuda_ext.patch` has patched. Parameters, hooks and state dicts stay.
 
     Args:
-        model: any module; itself a linear layer, it is converted, too.
+        model: any module; itself a linear layer or experts, it is converted, too.
         recipe: see the module.
         keep: called with the name and the layer; True leaves it as it is. Models usually keep their last layer, whose
             logits need the precision: ``lambda name, layer: name == "lm_head"``.
-        least_features: layers with fewer inputs or outputs are kept: converting their operands would take longer than
-            FP8 saves. Default 2048, where by the model of an H200 (docs/model.md) it begins to gain.
+        least_features: layers with fewer inputs or outputs, or hidden features of an expert, are kept: converting their
+            operands would take longer than FP8 saves. Default 2048, where by the model of an H200 (docs/model.md) it
+            begins to gain.
 
     Returns:
         a `Report`; print it.
@@ -396,15 +462,18 @@ def convert(
     checked_recipe(recipe)
     report = Report([], {})
     for name, layer in model.named_modules():
-        if not isinstance(layer, nn.Linear):
+        described = _description(layer)
+        if described is None:
             continue
-        if reason := _reason_to_keep(name, layer, keep, least_features):
+        by_keep = not described.obstacle and keep(name, layer)
+        if reason := _reason_to_keep(described, recipe, by_keep, least_features):
             report.kept[name] = reason
             continue
         if type(layer) is nn.Linear:
             layer.__class__ = Float8Linear
-        layer.fp8 = recipe  # type: ignore[assignment]
+        setattr(layer, "fp8", recipe)  # noqa: B010
         report.converted.append(name)
+        report.experts += not isinstance(layer, nn.Linear)
     return report
 
 
@@ -414,5 +483,5 @@ def revert(model: nn.Module) -> None:
         if type(layer) is Float8Linear:
             del layer.fp8
             layer.__class__ = nn.Linear  # type: ignore[assignment]
-        elif isinstance(layer, nn.Linear) and hasattr(layer, "fp8"):  # ours, or sharded by FSDP2, which changes classes
-            layer.fp8 = None  # type: ignore[assignment]
+        elif getattr(layer, "fp8", None) is not None and _description(layer) is not None:
+            setattr(layer, "fp8", None)  # noqa: B010

@@ -47,13 +47,6 @@ def mixture_gpt(config: GPTConfig, experts: int) -> GPT:
     return model
 
 
-def to_fp8(model: GPT) -> fp8.Report:
-    for module in model.modules():
-        if isinstance(module, MixtureOfExperts):
-            module.experts.fp8 = RECIPE
-    return fp8.convert(model, RECIPE, lambda name, layer: name == "head", least_features=1)
-
-
 def step_of(model: GPT, device: str, steps: int) -> Callable[[Tensor, Tensor], float]:
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
     numbers = count()
@@ -85,7 +78,7 @@ def main() -> tuple[Runs, dict[str, float]]:
     for precision in ("bfloat16", "FP8"):
         model = copy.deepcopy(initial).to(options.device)
         if precision == "FP8":
-            print(f"FP8: experts, and {to_fp8(model)}")
+            print(fp8.convert(model, RECIPE, lambda name, layer: name == "head", least_features=1))
         batches = text_batches(options.steps, options.batch, options.context, options.seed)
         runs.train(precision, batches, options.steps, step_of(model, options.device, options.steps))
         used[precision] = evenness(model)

@@ -2,7 +2,8 @@
 
     python faulty_training.py FOLDER RANKS FAULT REDUCTION FAULTY...
 
-Each rank is a process that writes "ERROR SECONDS MESSAGE", with the seconds since the fault, or "DONE" to FOLDER/RANK.
+REDUCTION is that of `BucketedDataParallel`, or "experts" for experts that ranks share. Each rank is a process that
+writes "ERROR SECONDS MESSAGE", with the seconds since the fault, or "DONE" to FOLDER/RANK.
 The program ends when all ranks except the FAULTY ones have ended. Rank 0 owns the store.
 """
 
@@ -24,7 +25,10 @@ import torch.distributed as dist
 from processes import is_alive
 from torch import nn
 
-from cuda_ext.distributed import BucketedDataParallel, status_board
+from cuda_ext import _expert_parallel
+from cuda_ext import _status_board as status_board
+from cuda_ext.distributed import BucketedDataParallel
+from cuda_ext.nn import MixtureOfExperts
 
 TIMEOUT = 6.0
 STEPS = 3  # before the fault
@@ -44,7 +48,8 @@ def main() -> None:
             os.dup2(file, 2)
             try:
                 store = join_store(listener, rank, ranks)
-                train(folder, rank, ranks, store, fault, algorithm, faulty)
+                run = train_experts if algorithm == "experts" else train
+                run(folder, rank, ranks, store, fault, algorithm, faulty)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -81,6 +86,63 @@ class Clock:
             self.seconds += self.TICK
 
 
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang() -> None:
+    time.sleep(FOR_GOOD)
+
+
+def tell(folder: Path, ranks: int, faulty: list[int], seconds: float, error: RuntimeError) -> None:
+    """Writes the error, and waits until the other survivors have, too: a real program would end here, and the other
+    ranks must detect it."""
+    print(f"ERROR {seconds:.1f} {error}", flush=True)
+    while not all("ERROR" in (folder / str(other)).read_text() for other in set(range(ranks)).difference(faulty)):
+        time.sleep(0.1)
+
+
+def train_experts(
+    folder: Path, rank: int, ranks: int, store: dist.TCPStore, fault: str, algorithm: str, faulty: list[int]
+) -> None:
+    torch.set_num_threads(1)
+    if fault.startswith(("hangs", "is late")):  # as in `train`
+        status_board.PATIENCE = FOR_GOOD
+    timeout = TIMEOUT * (2 if fault == "is late" else 1)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
+    layer = MixtureOfExperts(16, 8, 2 * ranks, 2, group=dist.group.WORLD)
+    dist.barrier()
+    for _ in range(0 if "first" in fault else STEPS):
+        layer(torch.randn(6, 16, requires_grad=True)).square().sum().backward()
+    dist.barrier()
+    clock = Clock()
+    is_faulty = rank in faulty
+    act = die if fault.startswith("dies") else hang if fault.startswith("hangs") else lambda: time.sleep(TIMEOUT * 1.6)
+    if is_faulty and "between" in fault:
+        named = _expert_parallel._Exchanges.named
+        _expert_parallel._Exchanges.named = lambda self, what: (  # type: ignore[method-assign,assignment]
+            act() if "rows for" in what else None,
+            named(self, what),
+        )[1]
+    elif is_faulty and "backward" not in fault:
+        act()
+    try:
+        out = layer(torch.randn(6, 16, requires_grad=True))
+        if is_faulty and "backward" in fault:
+            out.register_hook(lambda _: act())
+        out.square().sum().backward()
+    except RuntimeError as error:
+        seconds = clock.seconds
+        try:
+            layer(torch.randn(6, 16))
+        except RuntimeError as again:
+            assert str(error) in str(again)
+        tell(folder, ranks, faulty, seconds, error)
+    else:
+        print("DONE", flush=True)
+    os._exit(0)
+
+
 def train(
     folder: Path, rank: int, ranks: int, store: dist.TCPStore, fault: str, algorithm: str, faulty: list[int]
 ) -> None:
@@ -114,17 +176,13 @@ def train(
     dist.barrier()
     clock = Clock()
     faults: dict[str, Callable[[], object]] = {
-        "dies": lambda: os.kill(os.getpid(), signal.SIGKILL),
-        "dies in backward": lambda: layers[1].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL)),
-        "dies before the norm": lambda: setattr(
-            model, "clip_grad_norm_", lambda _: os.kill(os.getpid(), signal.SIGKILL)
-        ),
-        "dies before the mean of the loss": lambda: setattr(
-            model, "collective", lambda _: os.kill(os.getpid(), signal.SIGKILL)
-        ),
-        "hangs": lambda: time.sleep(FOR_GOOD),
-        "hangs after forward": lambda: (model(torch.randn(4, 5)), time.sleep(FOR_GOOD)),
-        "hangs in backward": lambda: layers[1].weight.register_hook(lambda _: time.sleep(FOR_GOOD)),
+        "dies": die,
+        "dies in backward": lambda: layers[1].weight.register_hook(lambda _: die()),
+        "dies before the norm": lambda: setattr(model, "clip_grad_norm_", lambda _: die()),
+        "dies before the mean of the loss": lambda: setattr(model, "collective", lambda _: die()),
+        "hangs": hang,
+        "hangs after forward": lambda: (model(torch.randn(4, 5)), hang()),
+        "hangs in backward": lambda: layers[1].weight.register_hook(lambda _: hang()),
         "stops": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     }
     if rank in faulty:
@@ -144,10 +202,7 @@ def train(
             step(torch.randn(4, 5))
         except RuntimeError as again:
             assert str(error) in str(again)
-        print(f"ERROR {seconds:.1f} {error}", flush=True)
-        # A real program would end here; the other ranks must detect it.
-        while not all("ERROR" in (folder / str(other)).read_text() for other in set(range(ranks)).difference(faulty)):
-            time.sleep(0.1)
+        tell(folder, ranks, faulty, seconds, error)
     else:
         print("DONE", flush=True)
     os._exit(0)  # threads of the broken group would block a normal exit

@@ -30,27 +30,40 @@ ENDINGS = {
 NO_STORE = "the store of the process group, on the host of rank 0 of the job, does not answer"
 
 
-def errors_of_survivors(folder: Path, fault: str, faulty: tuple[int, ...]) -> dict[int, str]:
-    """The error of each rank except the ``faulty`` ones, after common checks."""
+def outputs_of_survivors(
+    folder: Path, fault: str, algorithm: str, ranks: int, faulty: tuple[int, ...]
+) -> dict[int, str]:
+    """What each rank except the ``faulty`` ones has written."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    # In shared memory the norm needs no separate collective.
-    algorithm = "all_reduce" if fault == "dies before the norm" else "auto"
     command = [sys.executable, str(ROOT / "tests" / "faulty_training.py")]
-    arguments = [str(folder), str(RANKS), fault, algorithm, *map(str, faulty)]
+    arguments = [str(folder), str(ranks), fault, algorithm, *map(str, faulty)]
     process = subprocess.Popen([*command, *arguments], env=environment, start_new_session=True)
     try:
         process.wait(timeout=300)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+    return {rank: (folder / str(rank)).read_text() for rank in set(range(ranks)).difference(faulty)}
+
+
+def error_in(output: str) -> str:
+    """The error that a rank has written, in time."""
+    match = re.search(r"^ERROR ([\d.]+) (.*)$", output, re.MULTILINE)
+    assert match, output
+    seconds, message = float(match[1]), match[2]
+    # The timeout of the group, and a few intervals of the watch to read statuses; not twice the timeout.
+    assert seconds < TIMEOUT + 4, message
+    assert "the process group can no longer be used; exit the process" in message.replace("The", "the")
+    return message
+
+
+def errors_of_survivors(folder: Path, fault: str, faulty: tuple[int, ...]) -> dict[int, str]:
+    """The error of each rank except the ``faulty`` ones, after common checks."""
+    # In shared memory the norm needs no separate collective.
+    algorithm = "all_reduce" if fault == "dies before the norm" else "auto"
     messages = {}
-    for rank in set(range(RANKS)).difference(faulty):
-        output = (folder / str(rank)).read_text()
-        match = re.search(r"^ERROR ([\d.]+) (.*)$", output, re.MULTILINE)
-        assert match, output
-        seconds, message = float(match[1]), match[2]
-        # The timeout of the group, and a few intervals of the watch to read statuses; not twice the timeout.
-        assert seconds < TIMEOUT + 4, message
+    for rank, output in outputs_of_survivors(folder, fault, algorithm, RANKS, faulty).items():
+        message = error_in(output)
         what = rf"the sum of bucket \d, \d\.\w+ to \d\.\w+, of backward pass {STEPS + 1}"
         if "norm" in fault:
             what = f"the norm of the gradients of backward pass {STEPS + 1}"
@@ -58,13 +71,12 @@ def errors_of_survivors(folder: Path, fault: str, faulty: tuple[int, ...]) -> di
             what = "the mean of the loss"
         beginning = "cuda_ext.distributed.BucketedDataParallel: expected 3 ranks to take part in "
         assert re.match(rf"{re.escape(beginning)}{what}, got: .", message), message
-        assert "the process group can no longer be used; exit the process" in message
         messages[rank] = message
     return messages
 
 
 def what_others_do(message: str) -> dict[int, str]:
-    match = re.search(r"Status of the other ranks: (.*)\. The gradients of this step", message)
+    match = re.search(r"Status of the other ranks: (.*)\. The (?:gradients of this step|process group)", message)
     assert match, message
     _, *parts = re.split(r"(?:^|; )(?:each of ranks|rank) ((?:\d+(?:, | and )?)+) ", match[1])
     return {int(rank): doing for ranks, doing in zip(parts[::2], parts[1::2]) for rank in re.findall(r"\d+", ranks)}
@@ -94,3 +106,43 @@ def test_the_rank_of_the_store_fails(fault: str, tmp_path: Path) -> None:
 def test_both_ranks_with_a_board_die(tmp_path: Path) -> None:
     (message,) = errors_of_survivors(tmp_path, "dies", (0, 2)).values()
     assert f"{NO_STORE}, and neither does the last rank, which has a copy; probably rank 0 has ended" in message
+
+
+NUMBERS, ROWS, RESULTS = "the numbers of rows", "the rows for experts", "the results of experts"
+LAST_CALL = "exchanges no rows; the last call of mixture_of_experts that it has begun is call"
+# What the others wait for, and what they say of the rank at fault.
+FAULTS_OF_EXPERTS = {
+    "dies before the first call": (NUMBERS, 1, GONE),
+    "dies before forward": (NUMBERS, STEPS + 1, GONE),
+    "dies between two exchanges": (ROWS, STEPS + 1, GONE),
+    "dies in backward": (f"the gradients of {RESULTS}", STEPS + 1, GONE),
+    "hangs before forward": (NUMBERS, STEPS + 1, f"{LAST_CALL} {STEPS}$"),
+    "hangs between two exchanges": (ROWS, STEPS + 1, f"{LAST_CALL} {STEPS + 1}$"),
+    "hangs in backward": (f"the gradients of {RESULTS}", STEPS + 1, f"{LAST_CALL} {STEPS + 1}$"),
+}
+
+
+@pytest.mark.sampled(cases=2, slow=True)
+@pytest.mark.parametrize("fault", FAULTS_OF_EXPERTS)
+def test_experts_of_ranks_say_who_is_missing(fault: str, tmp_path: Path) -> None:
+    what, call, doing = FAULTS_OF_EXPERTS[fault]
+    outputs = outputs_of_survivors(tmp_path, fault, "experts", 4, (2,))
+    for rank, output in outputs.items():
+        message = error_in(output)
+        beginning = f"cuda_ext::mixture_of_experts: expected 4 ranks to take part in the exchange of {what}"
+        assert message.startswith(f"{beginning}, of call {call}, got: "), message
+        others = what_others_do(message)
+        assert others.keys() == {0, 1, 2, 3} - {rank}, message
+        assert re.match(doing, others[2]), message
+        assert all(what in others[other] for other in others.keys() - {2}), message
+    assert len(outputs) == 3
+
+
+@pytest.mark.sampled
+def test_experts_of_ranks_wait_for_a_late_one_and_log_it(tmp_path: Path) -> None:
+    """For less than the timeout, and longer than half of it."""
+    outputs = outputs_of_survivors(tmp_path, "is late", "experts", 4, (2,))
+    for output in outputs.values():
+        assert "DONE" in output
+        assert f"rank 2 {LAST_CALL} {STEPS}" in output
+    assert len(outputs) == 3

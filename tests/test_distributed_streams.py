@@ -18,9 +18,11 @@ from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cuda_ext import _timing as timing
+from cuda_ext import _watch as watch
 from cuda_ext._load import ops
-from cuda_ext.distributed import BucketedDataParallel, bucket_set, float32_all_reduce, float32_sums, timing, watch
-from cuda_ext.distributed.watch import MOST_QUEUED, Queued, Watch
+from cuda_ext._watch import MOST_QUEUED, Queued, Watch
+from cuda_ext.distributed import BucketedDataParallel, bucket_set, float32_all_reduce, float32_sums
 
 
 @contextlib.contextmanager
@@ -260,14 +262,14 @@ def test_a_failed_gpu_completes_nothing() -> None:
 def test_a_pass_is_busy_until_its_gpu_has_completed_it(group: None) -> None:
     model = BucketedDataParallel(make_model())
     reducer = model._reducer
-    reducer._queued._device = torch.device("cuda", 0)
+    reducer._collectives.queued._device = torch.device("cuda", 0)
     with pretended_events() as reached:
         model(torch.randn(8, 7, dtype=torch.float64)).sum().backward()
         what = "the sum of bucket 0, 6.bias to 0.weight, of backward pass 1"
-        assert reducer._status() == f"has queued {what}, which its GPU has not completed"
+        assert reducer._collectives.status() == f"has queued {what}, which its GPU has not completed"
         assert reducer.watch._lags()
         reached |= set(range(1, 100))
-        assert reducer._status() == "is not in a backward pass; it has completed 1"
+        assert reducer._collectives.status() == "is not in a backward pass; it has completed 1"
         assert not reducer.watch._lags()
 
 

@@ -124,20 +124,26 @@ def test_autocast_decides_the_dtype_of_the_output() -> None:
     assert x.grad is not None and x.grad.dtype == torch.float32
 
 
+def shapes_of_quantised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """A list to which each quantisation from now on adds the shape of its matrix."""
+    shapes: list[tuple[int, ...]] = []
+    for name in ("quantize", "quantize_both"):
+        each = getattr(fp8, name)
+
+        def counting(matrix: Tensor, *args: Any, each: Any = each, **options: Any) -> Any:
+            shapes.append(tuple(matrix.shape))
+            return each(matrix, *args, **options)
+
+        monkeypatch.setattr(fp8, name, counting)
+    return shapes
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_unchanged_weights_are_quantised_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(130, 70)
     fp8.convert(layer, recipe, least_features=1)
     parts = [torch.randn(5, 130, requires_grad=True) for _ in range(3)]
-    quantised: list[tuple[int, ...]] = []
-    for name in ("quantize", "quantize_both"):
-        each = getattr(fp8, name)
-
-        def counting(matrix: Tensor, *args: Any, each: Any = each, **options: Any) -> Any:
-            quantised.append(tuple(matrix.shape))
-            return each(matrix, *args, **options)
-
-        monkeypatch.setattr(fp8, name, counting)
+    quantised = shapes_of_quantised(monkeypatch)
 
     def gradients() -> list[Tensor]:
         layer.zero_grad()
@@ -166,6 +172,18 @@ def test_unchanged_weights_are_quantised_once(recipe: str, monkeypatch: pytest.M
         functional = torch.func.functional_call(layer, {"weight": layer.weight / 2}, (parts[0],))
     assert layer(parts[0]).equal(twice) and not functional.equal(twice)
     assert not fp8._weights._kept  # nothing is kept outside
+
+
+def test_kept_weights_are_those_of_their_dtype() -> None:
+    """`Module.to` gives a parameter other numbers, and PyTorch counts no change."""
+    layer = nn.Linear(130, 70)
+    fp8.convert(layer, least_features=1)
+    x = torch.randn(5, 130)
+    with fp8.unchanged_weights():
+        before = layer(x)
+        layer.bfloat16()
+        found = layer(x.bfloat16())
+    assert found.equal(layer(x.bfloat16())) and not found.float().equal(before)
 
 
 def test_second_derivatives_are_refused() -> None:
@@ -307,3 +325,108 @@ def test_modules_in_fp8(module: str) -> None:
         assert found.equal(fp8.linear(hidden, net.down_proj.weight, recipe="blockwise") + residual)
     fp8.revert(net)
     assert net(x, residual=residual).equal(exact)
+
+
+# Experts
+
+
+def experts_model(**options: Any) -> nn.Sequential:
+    experts = cuda_ext.nn.MixtureOfExperts(48, 32, 4, 2, shared_hidden_features=32, **options)
+    return nn.Sequential(experts, nn.Linear(48, 8))
+
+
+def outputs_and_gradients(net: nn.Module, x: Tensor) -> list[Tensor]:
+    out = net(x)
+    return [out, *torch.autograd.grad(out.square().sum(), [*net.parameters()])]
+
+
+def test_convert_experts_and_revert() -> None:
+    net, recipe = experts_model(), fp8.EXPERTS_RECIPE
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    parameters = [id(parameter) for parameter in net.parameters()]
+    x = torch.randn(40, 48)
+    exact = outputs_and_gradients(net, x)
+    report = fp8.convert(net, recipe, lambda name, layer: name == "1", least_features=32)
+    linear = ["0.shared_experts.gate_up_proj", "0.shared_experts.down_proj"]
+    assert report.converted == ["0.experts", *linear] and report.experts == 1 and report.kept == {"1": "by keep"}
+    assert str(report) == "2 linear layers and 1 layers of experts in FP8, 1 kept\n  1: by keep"
+    assert f"fp8={recipe}" in repr(net[0].experts)
+    assert [id(parameter) for parameter in net.parameters()] == parameters
+    assert net.state_dict().keys() == state.keys()
+    assert all(value.equal(state[name]) for name, value in net.state_dict().items())
+    twin = experts_model(fp8=recipe)
+    twin.load_state_dict(state)
+    found = outputs_and_gradients(net, x)
+    assert all(map(torch.equal, found, outputs_and_gradients(twin, x)))
+    assert not found[0].equal(exact[0]) and (found[0] - exact[0]).abs().mean() < 0.1 * exact[0].abs().mean()
+    assert all(map(torch.equal, outputs_and_gradients(copy.deepcopy(net), x), found))
+    for each in (net, twin):
+        fp8.revert(each)
+        assert all(map(torch.equal, outputs_and_gradients(each, x), exact)) and "fp8=r" not in repr(each)
+
+
+def test_experts_that_convert_keeps() -> None:
+    report = fp8.convert(experts_model(), "rowwise", least_features=1)
+    assert "0.experts" not in report.converted and report.experts == 0
+    reason = "multiplies in FP8 by 'rowwise_with_gw_hp' alone, not by 'rowwise'"
+    assert report.kept == {"0.experts": reason} and reason in str(report)
+    kept = fp8.convert(experts_model(), fp8.EXPERTS_RECIPE).kept
+    assert kept["0.experts"] == "48 x 32: quantising would take longer than FP8 saves"
+    by_keep = fp8.convert(experts_model(), fp8.EXPERTS_RECIPE, lambda name, _: name == "0.experts", least_features=1)
+    assert by_keep.kept["0.experts"] == "by keep" and len(by_keep.converted) == 3
+    alone = cuda_ext.nn.Experts(48, 32, 4) if hasattr(cuda_ext.nn, "Experts") else experts_model()[0].experts
+    assert fp8.convert(alone, fp8.EXPERTS_RECIPE, least_features=1).converted == [""]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_unchanged_experts_are_quantised_once(
+    checkpointed: bool, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = cuda_ext.nn.MixtureOfExperts(48, 32, 4, 2, fp8=fp8.EXPERTS_RECIPE)
+    parts = [torch.randn(9, 48) for _ in range(3)]
+    quantised = shapes_of_quantised(monkeypatch)
+
+    def losses_and_gradients() -> list[Tensor]:
+        layer.zero_grad()
+        losses = []
+        for part in parts:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                # The input requires grad: else the first product's rows need no gradient.
+                x = part.clone().requires_grad_()
+                out = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
+            losses.append(out.float().square().sum())
+            losses[-1].backward()
+        return [*losses, *(parameter.grad.clone() for parameter in layer.parameters())]  # type: ignore[union-attr]
+
+    # Up (4 x 64, 48) and down (4 x 48, 32) in forward, their transposes (4 x 48, 64) and (4 x 32, 48) in backward.
+    of_matrices = [(256, 48), (192, 32), (192, 64), (128, 48)]
+
+    def counts() -> list[int]:
+        found = [quantised.count(shape) for shape in of_matrices]
+        quantised.clear()
+        return found
+
+    expected = losses_and_gradients()
+    forwards = 6 if checkpointed else 3
+    assert counts() == [forwards, forwards, 3, 3]
+    with fp8.unchanged_weights():
+        assert all(map(torch.equal, losses_and_gradients(), expected))
+        assert counts() == [1, 1, 1, 1]
+        with torch.no_grad():
+            layer.experts.down_proj.mul_(2)
+        twice = losses_and_gradients()
+        assert counts() == [0, 1, 0, 1]
+    assert all(map(torch.equal, losses_and_gradients(), twice))
+    assert not fp8._weights._kept
+
+
+def test_experts_under_autocast_are_converted_from_their_own_precision() -> None:
+    """As linear layers: not from bfloat16. Gradients have the dtype of the parameters, from sums in float32."""
+    layer = cuda_ext.nn.MixtureOfExperts(48, 32, 4, 2, fp8=fp8.EXPERTS_RECIPE).experts
+    x, ids, weights = torch.randn(20, 48).bfloat16(), torch.randint(0, 4, (20, 2)), torch.rand(20, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x.float(), ids, weights)
+    assert out.dtype == torch.bfloat16 and out.equal(layer(x, ids, weights))
+    for gradient in torch.autograd.grad(out.float().square().sum(), [*layer.parameters()]):
+        assert gradient.dtype == torch.float32 and not gradient.equal(gradient.bfloat16().float())

@@ -195,3 +195,29 @@ def test_unknown_after_disable() -> None:
         model(ids)
     with pytest.raises(KeyError, match="cuda_ext"):
         model(ids)
+
+
+def test_experts_of_patched_models_in_fp8() -> None:
+    ids = torch.randint(0, 50, (2, 17))
+    model, recipe = tiny("mixtral"), cuda_ext.fp8.EXPERTS_RECIPE
+    names = [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
+    with door.enable():
+        report = cuda_ext.fp8.convert(model, recipe, least_features=1)
+        assert report.experts == 0 and "cuda_ext.patch(model) first" in report.kept[names[0]]
+        cuda_ext.fp8.revert(model)
+    cuda_ext.patch(model, attention=False, loss=False)
+    expected, gradients = run(model, ids)
+    only_experts = lambda name, layer: not name.endswith("experts")  # noqa: E731
+    report = cuda_ext.fp8.convert(model, recipe, only_experts, least_features=1)
+    assert report.converted == names and report.experts == 2
+    logits, found = run(model, ids)
+    assert not logits.equal(expected) and (logits - expected).abs().mean() < 0.1 * expected.abs().mean()
+    assert found.keys() == gradients.keys()
+    cuda_ext.fp8.revert(model)
+    assert run(model, ids)[0].equal(expected)
+    cuda_ext.unpatch(model)
+    with door.enable():
+        other = tiny("gpt-oss")
+        other.set_experts_implementation("cuda_ext")
+        kept = cuda_ext.fp8.convert(other, recipe, least_features=1).kept
+    assert kept["model.layers.0.mlp.experts"] == "experts with a norm or a gate of their own"

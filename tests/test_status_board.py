@@ -18,8 +18,8 @@ import torch.distributed as dist
 from ranks import on_ranks
 from torch import nn
 
+from cuda_ext._status_board import FAILED, StatusBoard, board_at_last_rank
 from cuda_ext.distributed import BucketedDataParallel
-from cuda_ext.distributed.status_board import FAILED, StatusBoard, board_at_last_rank
 
 INTERVAL = 0.05
 

@@ -12,6 +12,7 @@ from cuda_ext._rules import (  # noqa: F401
     bucket,
     flops,
     fp8_fakes,
+    fp8_vmap,
     gemm_fakes,
     gemm_vmap,
     kvcache_fakes,

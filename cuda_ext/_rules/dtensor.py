@@ -25,6 +25,7 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
 from cuda_ext._load import ops
+from cuda_ext._rules.fp8_fakes import BY_ROWS, ROWWISE, TENSORWISE
 from cuda_ext._rules.gemm_fakes import needs_preact
 from cuda_ext._toolchain import NAMESPACE
 
@@ -155,6 +156,50 @@ def _grouped_mm(a: Any, b: Any, offs: Any, bias: Any, **options: Any) -> Iterato
     else:
         yield [Shard(1)], [Shard(0), REPLICATE, REPLICATE, REPLICATE]
         yield [Shard(2)], [REPLICATE, columns, REPLICATE, REPLICATE]
+
+
+# FP8: split by lines, whose scales are of one line each; sums are never split, whose scales would differ
+
+
+def _scales_at(scales: Any, scaling: int, lines: int) -> Placement | None:
+    """The placement of the scales of an operand that is split by its lines; None if they are not of one line each."""
+    if scaling == TENSORWISE:
+        return REPLICATE
+    if scaling not in BY_ROWS:
+        return None
+    return Shard(next((dim for dim, size in enumerate(scales.shape) if size == lines), 0))
+
+
+def _scaled_mm(
+    a: Any, b: Any, scale_a: Any, scaling_a: int, scale_b: Any, scaling_b: int, bias: Any, input: Any, beta: float,
+    **options: Any,
+) -> Iterator[Rule]:  # fmt: skip
+    rows, columns = _scales_at(scale_a, scaling_a, a.shape[0]), _scales_at(scale_b, scaling_b, b.shape[1])
+    if rows is not None:
+        places = [Shard(0), REPLICATE, rows, None, REPLICATE, None, REPLICATE, _split_at(input, 0, 2), None]
+        yield [Shard(0)], places
+    if columns is not None:
+        places = [REPLICATE, Shard(1), REPLICATE, None, columns, None, Shard(0), _split_at(input, 1, 2), None]
+        yield [Shard(1)], places
+
+
+def _scaled_grouped_mm(
+    a: Any, b: Any, scale_a: Any, scaling_a: int, scale_b: Any, scaling_b: int, *others: Any, **options: Any
+) -> Iterator[Rule]:
+    """Rows of tokens cannot be split, as in `_grouped_mm`."""
+    if scaling_b in (TENSORWISE, ROWWISE):
+        columns = Shard(1) if scaling_b == ROWWISE else REPLICATE
+        yield [Shard(1)], [REPLICATE, Shard(2), REPLICATE, None, columns, None, REPLICATE, Shard(1)]
+
+
+def _quantize_fp8(input: Any, dtype: torch.dtype, scaling: int, power_of_two: bool, **options: Any) -> Iterator[Rule]:
+    if scaling in BY_ROWS:
+        yield [Shard(0), Shard(0)], [Shard(0), None, None, None]
+
+
+def _quantize_fp8_both(*args: Any, **options: Any) -> Iterator[Rule]:
+    """The scales of the transpose are of whole columns."""
+    yield from ()
 
 
 # linear, gated_linear
@@ -426,6 +471,10 @@ _register("gemm_forward", partial(_gemm, 2))
 _register("gemm_backward", _gemm_backward)
 _register("activation_backward", _activation_backward)
 _register("grouped_mm", _grouped_mm)
+_register("scaled_mm", _scaled_mm)
+_register("scaled_grouped_mm", _scaled_grouped_mm)
+_register("quantize_fp8", _quantize_fp8)
+_register("quantize_fp8_both", _quantize_fp8_both)
 _register("linear_backward", _linear_backward)
 _register("mlp_hidden_backward", _mlp_hidden_backward)
 for _prefix, _gated in (("", False), ("gated_", True)):

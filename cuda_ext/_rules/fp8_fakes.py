@@ -13,7 +13,8 @@ from cuda_ext._toolchain import NAMESPACE
 _FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _OUTPUTS = (torch.float32, torch.float16, torch.bfloat16)
 _BLOCK = 128
-_SCALINGS = _TENSORWISE, _ROWWISE, _BLOCKWISE_1X128, _BLOCKWISE_128X128 = 0, 1, 4, 5  # ScalingType of PyTorch
+_SCALINGS = TENSORWISE, ROWWISE, BLOCKWISE_1X128, BLOCKWISE_128X128 = 0, 1, 4, 5  # ScalingType of PyTorch
+BY_ROWS = ROWWISE, BLOCKWISE_1X128  # whose scales are each of one row
 _ALIGNMENT = 16  # bytes, of the lines of quantised matrices
 
 
@@ -30,10 +31,10 @@ def _check_scales(argument: str, scales: Tensor, scaling: int, operand: Tensor, 
     )
     k, lines = operand.shape if is_b else operand.shape[::-1]
     shapes: dict[int, tuple[str, tuple[Any, ...]]] = {
-        _TENSORWISE: ("TensorWise", (1, 1)),
-        _ROWWISE: ("RowWise", (1, lines) if is_b else (lines, 1)),
-        _BLOCKWISE_1X128: ("BlockWise1x128", (lines, _blocks(k))),
-        _BLOCKWISE_128X128: ("BlockWise128x128", (_blocks(k), _blocks(lines))),
+        TENSORWISE: ("TensorWise", (1, 1)),
+        ROWWISE: ("RowWise", (1, lines) if is_b else (lines, 1)),
+        BLOCKWISE_1X128: ("BlockWise1x128", (lines, _blocks(k))),
+        BLOCKWISE_128X128: ("BlockWise128x128", (_blocks(k), _blocks(lines))),
     }
     check(
         scaling in _SCALINGS,
@@ -42,18 +43,18 @@ def _check_scales(argument: str, scales: Tensor, scaling: int, operand: Tensor, 
         f"{scaling} of torch.nn.functional.ScalingType",
     )
     scaling_name, expected = shapes[scaling]
-    if scaling == _TENSORWISE:
+    if scaling == TENSORWISE:
         got = f"expected {argument} of one element for scaling TensorWise, got {shape_of(scales)}"
         check(scales.numel() == 1, op, got)
         return
     where = f"{'mat_b' if is_b else 'mat_a'} {shape_of(operand)} with scaling {scaling_name}"
     message = f"expected {argument} of shape {expected} for {where}, got {shape_of(scales)}"
-    if scaling == _ROWWISE:
+    if scaling == ROWWISE:
         check(scales.numel() == lines, op, message)
         return
     check(scales.dim() == 2, op, message)
     check(scales.shape[1] == expected[1], op, message)
-    if scaling == _BLOCKWISE_128X128 and scales.shape[0] != expected[0]:  # PyTorch pads them
+    if scaling == BLOCKWISE_128X128 and scales.shape[0] != expected[0]:  # PyTorch pads them
         check(scales.shape[0] == (expected[0] + 3) // 4 * 4, op, message)
     else:
         check(scales.shape[0] == expected[0], op, message)
@@ -153,13 +154,13 @@ def _quantized(input: Tensor, lines: Any, elements: Any, dtype: torch.dtype, sca
     pitch = (elements + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
     data = input.new_empty((lines, pitch), dtype=dtype).narrow(1, 0, elements)
     transposed = {
-        _TENSORWISE: (1, 1),
-        _ROWWISE: (1, lines),
-        _BLOCKWISE_1X128: (_blocks(elements), lines),
-        _BLOCKWISE_128X128: (_blocks(lines), _blocks(elements)),
+        TENSORWISE: (1, 1),
+        ROWWISE: (1, lines),
+        BLOCKWISE_1X128: (_blocks(elements), lines),
+        BLOCKWISE_128X128: (_blocks(lines), _blocks(elements)),
     }[scaling]
     scales = input.new_empty(transposed, dtype=torch.float32)
-    return data, scales.view(lines, 1) if scaling == _ROWWISE else scales.t()
+    return data, scales.view(lines, 1) if scaling == ROWWISE else scales.t()
 
 
 def _check_quantize(input: Tensor, dtype: torch.dtype, scaling: int) -> None:

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from cuda_ext import bucket as bucket_ops
 from cuda_ext._load import ops
+from cuda_ext._timing import is_captured
 from cuda_ext.distributed.algorithms import Algorithm, choose_algorithm
 from cuda_ext.distributed.bucketing import assignment
 from cuda_ext.distributed.bucketing.choice import MOST_BUCKETS, choose
@@ -28,7 +29,6 @@ from cuda_ext.distributed.gradient_bucket import GradientBucket
 from cuda_ext.distributed.memory import Arena, elements_needed, layout
 from cuda_ext.distributed.reducer import Reducer
 from cuda_ext.distributed.sharded import ShardedBucket
-from cuda_ext.distributed.timing import is_captured
 
 logger = logging.getLogger("cuda_ext.distributed")
 

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
-    from cuda_ext.distributed.watch import Watch
+    from cuda_ext._watch import Watch
 
 
 NAME = "cuda_ext.distributed.BucketedDataParallel"

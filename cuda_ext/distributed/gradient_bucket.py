@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from cuda_ext import bucket as bucket_ops
 from cuda_ext._load import ops
+from cuda_ext._timing import begin_profiler_range, is_captured, profiler_range
 from cuda_ext.distributed.algorithms import Algorithm, Pending
 from cuda_ext.distributed.bucketing.units import byte_size
 from cuda_ext.distributed.checks import NAME
 from cuda_ext.distributed.float32_sums import ErrorFeedback
 from cuda_ext.distributed.memory import Layout, RankFlag
-from cuda_ext.distributed.timing import begin_profiler_range, is_captured, profiler_range
 
 # The value of a set flag, before division by the number of ranks: so small that a sum of squares over the whole of
 # ``wire`` does not change if the gradients have a norm above 1e-15. float16 has no such value and uses 1.

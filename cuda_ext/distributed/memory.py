@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cuda_ext._timing import ends_within
 from cuda_ext.bucket import aligned_offsets
-from cuda_ext.distributed.timing import ends_within
 
 
 class RankFlag(IntEnum):

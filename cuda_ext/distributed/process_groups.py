@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
+
+from cuda_ext._watch import agreed_name
 
 
 def resolve_group(caller: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -42,13 +43,6 @@ def resolve_mesh(caller: str, mesh: DeviceMesh) -> dist.ProcessGroup:
     if world is not None and mesh.size() == world.size():
         return world
     return mesh._flatten().get_group()
-
-
-def agreed_name(group: dist.ProcessGroup) -> str:
-    """A new unique name, the same on all ranks, for keys in the store of ``group``. A collective."""
-    name = [secrets.token_hex(8)]
-    dist.broadcast_object_list(name, group=group, group_src=0)
-    return name[0]
 
 
 def is_on_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:

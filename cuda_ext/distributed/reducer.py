@@ -41,8 +41,8 @@ import math
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
 
 import torch
@@ -55,12 +55,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cuda_ext import bucket as bucket_ops
 from cuda_ext._load import ops
+from cuda_ext._status_board import name_ranks
+from cuda_ext._timing import Mark, mark, profiler_range, seconds_between
+from cuda_ext._watch import NamedCollectives
 from cuda_ext.distributed.checks import NAME, check_compiler
 from cuda_ext.distributed.gradient_bucket import GradientBucket, Outcome, abandon, announce, send
-from cuda_ext.distributed.status_board import FAILED, name_ranks
-from cuda_ext.distributed.timing import Mark, mark, profiler_range, seconds_between
 from cuda_ext.distributed.trace import Trace
-from cuda_ext.distributed.watch import Queued, Watch
 
 
 class Arrivals:
@@ -132,14 +132,13 @@ class Reducer:
         self._counts = False  # whether this pass counts gradients, and sends nothing before its end
         self._repeats: dict[str, float] = {}  # parameter -> the number of gradients that its bucket waits for, if not 1
         self._group, self._device = group, device
-        self._queued = Queued(device)
-        self.watch = Watch(group, device, self._status, lags=lambda: bool(self._queued.oldest()))
-        self._failure = ""
-        self._last_words = ""  # the status of a rank that has failed
+        self._collectives = NamedCollectives(
+            NAME, group, device, self._status, loss="The gradients of this step are dropped", on_failure=self._give_up
+        )
+        self.watch = self._collectives.watch
         self._forward_passes = ForwardPasses()
         self._lock = threading.Lock()  # the engine runs hooks in one thread per device
         self._next = 0  # the index of the next transfer
-        self._waits_for = ""  # the collective that this rank waits for
         self._active = False  # whether a gradient of a parameter or output was ready since the last pass ended
         self._callback_task: int | None = None  # the engine's graph task that ends with _finish() [Note 4]
         self._settles_before_steps = False
@@ -314,52 +313,21 @@ class Reducer:
         names = f"{self.buckets[transfer[0]].names[0]} to {self.buckets[transfer[-1]].names[-1]}"
         return self.collective(f"the sum of {numbers}, {names}, of backward pass {self.passes + 1}", completes)
 
-    @contextmanager
-    def collective(self, what: str, completes: bool = True) -> Iterator[None]:
-        """Names the collective inside: in the error if it fails, and in this rank's status while it waits.
+    def collective(self, what: str, completes: bool = True) -> AbstractContextManager[None]:
+        """`NamedCollectives.named`."""
+        return self._collectives.named(what, completes=completes, is_busy=self._active)
 
-        completes: whether the collective ends inside, on a GPU in the order of the current stream.
-        """
-        self._waits_for = what
-        outside = not self._active  # outside of a pass
-        if outside:
-            self.watch.busy(True)
-        try:
-            yield
-            if completes:
-                self._queued.add(what)
-        except RuntimeError as error:
-            raise self._failed(what, error) from error
-        finally:
-            self._waits_for = ""
-            if outside:
-                self.watch.busy(False)
-
-    def _failed(self, what: str, error: Exception) -> RuntimeError:
-        """The error of a collective that failed. The process group cannot be used from now on."""
-        cause = str(error).strip().splitlines()[0]
-        self._last_words = f"{FAILED} {what}: {cause}"
-        others = self.watch.report(self._last_words)
+    def _give_up(self) -> None:
         self._reset()
         self._drop_gradients()
-        self._failure = (
-            f"{NAME}: expected {self.watch.ranks} ranks to take part in {what}, got: {cause}. "
-            f"Status of the other ranks: {others}. The gradients of this step are dropped, and the process group can "
-            "no longer be used; exit the process, so that torchrun restarts the job from its last checkpoint"
-        )
-        return RuntimeError(self._failure)
 
-    def _status(self) -> str:
-        """What this rank is doing, for the errors of the others. Runs in the thread of the watch."""
-        if self._last_words:
-            return self._last_words
+    def _status(self, waiting: str) -> str:
+        """What this rank is doing. Runs in the threads of the watch."""
         unreached = self._forward_passes.unreached
         passes = "forward pass" if unreached == 1 else f"{unreached} forward passes"
         left_out = f", and no backward pass has reached its last {passes}" if unreached else ""
-        if self._waits_for:
-            return f"waits for {self._waits_for}{left_out}"
-        if queued := self._queued.oldest():
-            return f"has queued {queued}, which its GPU has not completed{left_out}"
+        if waiting:
+            return f"{waiting}{left_out}"
         if not self._active:
             return f"is not in a backward pass; it has completed {self.passes}{left_out}"
         transfer = self.transfers[min(self._next, len(self.transfers) - 1)]  # the main thread may change it meanwhile
@@ -441,8 +409,7 @@ class Reducer:
         if torch._C._current_graph_task_id() != -1:  # a checkpoint recomputes the forward pass
             return
         self._callback_task = None
-        if self._failure:
-            raise RuntimeError(f"{self._failure}. That was in an earlier step")
+        self._collectives.refuse_failed()
         if self._active:
             for transfer in self.transfers:
                 with self._summing(transfer):
@@ -491,7 +458,6 @@ class Reducer:
     def _reset(self) -> None:
         self._next = 0
         self._forward_passes = ForwardPasses()
-        self._waits_for = ""
         self._active = self._counts = False
         self._open_slots()
         self.watch.busy(False)

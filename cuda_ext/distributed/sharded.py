@@ -14,11 +14,11 @@ from torch.utils.hooks import RemovableHandle
 
 from cuda_ext import bucket as bucket_ops
 from cuda_ext._load import ops
+from cuda_ext._timing import profiler_range
 from cuda_ext.distributed.algorithms import Algorithm
 from cuda_ext.distributed.checks import NAME
 from cuda_ext.distributed.gradient_bucket import GradientBucket, Outcome
 from cuda_ext.distributed.memory import Layout
-from cuda_ext.distributed.timing import profiler_range
 
 
 def asked_for_optimizers() -> bool:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from cuda_ext._timing import Mark, mark, seconds_between
 from cuda_ext.distributed.algorithms import Pending
-from cuda_ext.distributed.timing import Mark, mark, seconds_between
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from cuda_ext._activations import ACTIVATIONS, NAMES, listed
 from cuda_ext._expert_parallel import shares
 from cuda_ext._experts import mixture_of_experts
 from cuda_ext._gemm import gemm
+from cuda_ext.fp8 import EXPERTS_RECIPE, ConvertibleLayer, convertible_layers
 from cuda_ext.nn.linear import MLP, GatedMLP
 
 
@@ -251,6 +252,15 @@ class Experts(nn.Module):
             f"features={features}, hidden_features={hidden}, experts={number}, activation={self.activation}, "
             f"gated={self.gated}, bias={bias}" + f", fp8={self.fp8}" * (self.fp8 is not None)
         )
+
+
+def _convertible(module: nn.Module) -> ConvertibleLayer | None:
+    if not isinstance(module, Experts):
+        return None
+    return ConvertibleLayer((module.down_proj.shape[1], module.down_proj.shape[2]), (EXPERTS_RECIPE,))
+
+
+convertible_layers.append(_convertible)
 
 
 class MixtureOfExperts(nn.Module):

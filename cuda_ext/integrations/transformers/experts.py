@@ -10,7 +10,8 @@ from transformers.integrations import moe
 
 from cuda_ext._activations import activation_of
 from cuda_ext._experts import Gate, mixture_of_experts
-from cuda_ext.integrations.transformers.names import counter
+from cuda_ext.fp8 import EXPERTS_RECIPE, ConvertibleLayer, convertible_layers
+from cuda_ext.integrations.transformers.names import NAME, counter
 
 __all__ = ["experts_forward"]
 
@@ -45,7 +46,25 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         module.down_proj_bias if module.has_bias else None,
         activation=_gate_of(module),
         gated=module.has_gate,
+        fp8=getattr(module, "fp8", None),
     ).to(hidden_states.dtype)
+
+
+def _convertible(module: torch.nn.Module) -> ConvertibleLayer | None:
+    """Of experts that have `experts_implementation`; `cuda_ext.fp8.convert` sets their attribute `fp8`."""
+    experts: Any = module
+    if not all(hasattr(experts, name) for name in ("has_gate", "is_transposed", "has_post_expert_norm", "config")):
+        return None
+    obstacle = ""
+    if experts.config._experts_implementation != NAME:
+        obstacle = f"experts of {experts.config._experts_implementation!r}: call cuda_ext.patch(model) first"
+    elif experts.has_post_expert_norm or callable(_gate_of(experts)):
+        obstacle = "experts with a norm or a gate of their own"
+    down = experts.down_proj.mT if experts.is_transposed else experts.down_proj
+    return ConvertibleLayer((down.shape[1], down.shape[2]), (EXPERTS_RECIPE,), obstacle)
+
+
+convertible_layers.append(_convertible)
 
 
 def _gate_of(module: Any) -> str | Gate:

@@ -1,4 +1,4 @@
-"""The status of every rank, for the others to read when a collective does not end.
+"""Names for collectives, and the status of every rank, for the others to read when a collective does not end.
 
 The error of a failed collective names neither parameters nor buckets, and often not even the rank. So threads of each
 rank write its status to two boards whenever a backward pass takes long, and a rank that fails includes the status of
@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import secrets
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from cuda_ext.distributed.process_groups import agreed_name
-from cuda_ext.distributed.status_board import (
+from cuda_ext._status_board import (
     BOARD_ERRORS,
+    FAILED,
     BoardInStore,
     StatusBoard,
     board_at_last_rank,
 )
-from cuda_ext.distributed.timing import is_captured, is_reached
+from cuda_ext._timing import is_captured, is_reached
 
 logger = logging.getLogger("cuda_ext.distributed")
 
@@ -34,7 +36,7 @@ STOPPING = 2.0  # seconds that the exit of a process waits for a board that does
 
 
 class Watch:
-    """Publishes the status of this rank. The constructor is a collective.
+    """Publishes the status of this rank. The constructor is a collective, unless `name` is given.
 
     status: returns in a few words what this rank is doing; called in other threads.
     lags: whether the device has not completed what the host has queued in earlier passes; called in other threads.
@@ -42,6 +44,7 @@ class Watch:
         status.
     warn_after: seconds after which a pass that does not end is logged as a warning, with the status of the others:
         before the timeout of the group, as NCCL's ends the process. Both default to fractions of that timeout.
+    name: of the only watch of the group that has it, the same on all ranks. Default: one that they agree on.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Watch:
         lags: Callable[[], bool] = lambda: False,
         interval: float | None = None,
         warn_after: float | None = None,
+        name: str = "",
     ) -> None:
         timeout = _timeout(group, device)
         self.rank, self.ranks = group.rank(), group.size()
@@ -60,7 +64,7 @@ class Watch:
         self.interval = interval or max(min(1.0, timeout / 10), self.ranks / 256)
         self.warn_after = warn_after or timeout / 2
         self._status, self._lags = status, lags
-        self._prefix = f"cuda_ext/watch/{agreed_name(group)}"
+        self._prefix = f"cuda_ext/watch/{name or agreed_name(group)}"
         store: Any = group.get_group_store()
         self._store = store.clone()  # a separate client, as the group's may be blocked
         # The board in the store, and the one at the last rank once a thread has found it.
@@ -219,6 +223,91 @@ class Queued:
             return is_reached(event, self._device)
         except RuntimeError:  # an error of an earlier launch, which the next call of the host raises
             return False
+
+
+class NamedCollectives:
+    """The collectives of one user of a group. Each has a name, for the error if it fails, and for what the errors of
+    other ranks say of this one while it waits. The constructor is a collective, unless `name` is given.
+
+    caller: begins the errors.
+    status: returns in a few words what this rank is doing, given what it waits for, or ""; called in other threads.
+    loss: what a failure costs, before "the process group can no longer be used".
+    on_failure: is called before the error is raised.
+    name: as of `Watch`.
+    """
+
+    def __init__(
+        self,
+        caller: str,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        status: Callable[[str], str],
+        *,
+        loss: str = "",
+        on_failure: Callable[[], None] = lambda: None,
+        name: str = "",
+    ) -> None:
+        self.queued = Queued(device)
+        self.watch = Watch(group, device, self.status, lags=lambda: bool(self.queued.oldest()), name=name)
+        self.failure = ""  # the error of the first collective that failed
+        self._caller, self._status, self._loss, self._on_failure = caller, status, loss, on_failure
+        self._waits_for = ""
+        self._last_words = ""  # the status of a rank that has failed
+
+    @contextmanager
+    def named(self, what: str, *, completes: bool = True, is_busy: bool = False) -> Iterator[None]:
+        """Names the collective inside.
+
+        completes: whether it ends inside, on a GPU in the order of the current stream.
+        is_busy: whether the watch already knows that this rank waits for others, and goes on knowing.
+        """
+        self._waits_for = what
+        if not is_busy:
+            self.watch.busy(True)
+        try:
+            yield
+            if completes:
+                self.queued.add(what)
+        except RuntimeError as error:
+            raise self._failed(what, error) from error
+        finally:
+            self._waits_for = ""
+            if not is_busy:
+                self.watch.busy(False)
+
+    def refuse_failed(self) -> None:
+        """Raises again what a collective has raised: the process group cannot be used from then on."""
+        if self.failure:
+            raise RuntimeError(f"{self.failure}. That was in an earlier step")
+
+    def status(self) -> str:
+        """What this rank is doing, for the errors of the others. Runs in the threads of the watch."""
+        if self._last_words:
+            return self._last_words
+        if self._waits_for:
+            return self._status(f"waits for {self._waits_for}")
+        queued = self.queued.oldest()
+        return self._status(f"has queued {queued}, which its GPU has not completed" if queued else "")
+
+    def _failed(self, what: str, error: Exception) -> RuntimeError:
+        cause = str(error).strip().splitlines()[0]
+        self._last_words = f"{FAILED} {what}: {cause}"
+        others = self.watch.report(self._last_words)
+        self._on_failure()
+        the_group = f"{self._loss}, and the process group" if self._loss else "The process group"
+        self.failure = (
+            f"{self._caller}: expected {self.watch.ranks} ranks to take part in {what}, got: {cause}. "
+            f"Status of the other ranks: {others}. {the_group} can no longer be used; exit the process, so that "
+            "torchrun restarts the job from its last checkpoint"
+        )
+        return RuntimeError(self.failure)
+
+
+def agreed_name(group: dist.ProcessGroup) -> str:
+    """A new unique name, the same on all ranks, for keys in the store of ``group``. A collective."""
+    name = [secrets.token_hex(8)]
+    dist.broadcast_object_list(name, group=group, group_src=0)
+    return name[0]
 
 
 _STORE = "the store of the process group, on the host of rank 0 of the job,"
