@@ -35,6 +35,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import cuda_ext._rules  # noqa: F401
 from cuda_ext._load import ops
 from cuda_ext._scaled_mm import scaled_grouped_mm, scaled_mm, scaling_number
+from cuda_ext._slot_write import SlotWrite, find_slot
 from cuda_ext._toolchain import NAMESPACE
 
 __all__ = [
@@ -120,6 +121,11 @@ class _Quantized(NamedTuple):
         """(lines, lines of the other)"""
         left, right = (self.scales, self.scaling), (other.scales, other.scaling)
         return scaled_mm(self.data, other.data.t(), *left, *right, bias=bias, output_dtype=dtype)
+
+    def mm_into(self, slot: SlotWrite, other: _Quantized) -> None:
+        """The same into the slot of a weight's gradient."""
+        left, right = (self.scales, scaling_number(self.scaling)), (other.scales, scaling_number(other.scaling))
+        slot.write(ops.scaled_mm.slot, self.data, other.data.t(), *left, *right)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,13 +315,23 @@ class _Linear(torch.autograd.Function):
                 by_columns = _Quantized(weight, weight_scales, recipe.weight)
             grad_input = of_grad.mm(by_columns, ctx.dtype)
         if of_weight:
+            slot = find_slot(1, grad)
             if recipe.quantizes_weight_grad:
                 if transposed is None:
                     transposed = recipe.of(grad.t(), recipe.tokens, recipe.grad_dtype)
-                grad_weight = transposed.mm(_Quantized(data, scales, recipe.tokens), ctx.weight_dtype)
-            else:
+                of_rows = _Quantized(data, scales, recipe.tokens)
+                if slot is None:
+                    grad_weight = transposed.mm(of_rows, ctx.weight_dtype)
+                else:
+                    transposed.mm_into(slot, of_rows)
+            elif slot is None:
                 # Not by its function: as in `scaled_mm`, of the defaults.
                 grad_weight = ops.gemm.default(grad.to(rows.dtype).t(), rows, out_dtype=ctx.weight_dtype)
+            else:
+                of_weight_alone = (False, True, False)
+                like_weight = rows.new_empty(1).expand(slot.view.shape)  # of which only shape and dtype count
+                backward = ops.linear_backward.slot
+                slot.write(backward, grad.to(rows.dtype), rows, like_weight, None, output_mask=of_weight_alone)
         if of_bias:
             grad_bias = grad.sum(0, dtype=ctx.bias_dtype)
         return grad_input, grad_weight, grad_bias, None, None, None, None

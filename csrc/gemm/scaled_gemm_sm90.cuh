@@ -23,8 +23,6 @@
 //                Without promotion (fast_accum) the sums stay in the tensor cores, and all scales come at the end.
 #pragma once
 
-#include <bit>
-
 #include "arch/cluster.cuh"
 #include "gemm/epilogue_sm90.cuh"
 #include "gemm/scaled_tiles_sm90.h"
@@ -36,6 +34,15 @@ struct ScaledItem {
   int row, column;  // the first
   int row_end;      // of the matrix or of the group of rows
   int group;        // of rows, or 0
+
+  DEVICE void store(arch::Words4& to) const {
+    const arch::Words4 words{{uint32_t(row), uint32_t(column), uint32_t(row_end), uint32_t(group)}};
+    arch::store_shared(arch::shared_address(&to), words);
+  }
+  DEVICE static ScaledItem load(const arch::Words4& from) {
+    const auto words = arch::load_shared<arch::Words4>(arch::shared_address(&from));
+    return {int(words.data[0]), int(words.data[1]), int(words.data[2]), int(words.data[3])};
+  }
 };
 
 // One instantiation of the kernel: its constants, and what the epilogue needs to know (epilogue_sm90.cuh).
@@ -122,7 +129,7 @@ template <class Gemm>
 DEVICE void load_operands(const ScaledGemmParams& params, const ScaledPlan& plan, const TensorMaps& maps,
                           typename Gemm::Storage& shared) {
   const int rank = plan.cluster > 1 ? arch::cluster_rank() : 0;
-  for_k_tiles<Gemm>(params, plan, [&](const auto& item, int k_tile, const Ring<Gemm::kStages>& ring) {
+  for_k_tiles<Gemm>(params, plan, [&](const ScaledItem& item, int k_tile, const Ring<Gemm::kStages>& ring) {
     if (Gemm::kCut == Groups::Cut::kRows && !ConsumerThreads::is_first_lane()) return;
     // Wait until the consumers of all blocks that this one writes to, and that write to this one, have released it.
     arch::barrier_wait_relaxed(shared.empty[ring.stage], ring.parity ^ 1);
@@ -159,7 +166,7 @@ DEVICE void copy_scales(const Scales& scales, int64_t first, int64_t all, int bl
 // The scales' warp, which also tells the consumers which item a stage belongs to.
 template <class Gemm>
 DEVICE void load_scales(const ScaledGemmParams& params, const ScaledPlan& plan, typename Gemm::Storage& shared) {
-  for_k_tiles<Gemm>(params, plan, [&](const auto& item, int k_tile, const Ring<Gemm::kStages>& ring) {
+  for_k_tiles<Gemm>(params, plan, [&](const ScaledItem& item, int k_tile, const Ring<Gemm::kStages>& ring) {
     // Wait until all consumers have released the stage.
     arch::barrier_wait(shared.empty[ring.stage], ring.parity ^ 1);
     // Copy the scales of its rows, and of its columns or the one of all of them.
@@ -178,7 +185,7 @@ DEVICE void load_scales(const ScaledGemmParams& params, const ScaledPlan& plan, 
     // Hand them to the consumers.
     arch::sync_warp();
     if (ConsumerThreads::is_first_lane()) {
-      arch::store_shared(arch::shared_address(&shared.items[ring.stage]), std::bit_cast<arch::Words4>(item));
+      item.store(shared.items[ring.stage]);
       arch::barrier_arrive(shared.full[ring.stage]);
     }
   });
@@ -365,8 +372,7 @@ DEVICE void consume_scaled(const ScaledGemmParams& params, const GemmParams& epi
   for (; left > 0; --left) {
     // The item of the next stage.
     arch::barrier_wait(shared.full[ring.stage], ring.parity);
-    const auto item =
-        std::bit_cast<ScaledItem>(arch::load_shared<arch::Words4>(arch::shared_address(&shared.items[ring.stage])));
+    const ScaledItem item = ScaledItem::load(shared.items[ring.stage]);
     // Consumers take row blocks by turns, so that both have some of a tile that is not full.
     const int own_blocks = (row_blocks<Gemm>(item) + 1 - ConsumerThreads::consumer()) / kConsumers;
     if (own_blocks == 0) {

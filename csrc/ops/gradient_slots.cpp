@@ -340,10 +340,19 @@ void SlotWrite::end() {
   slot_->busy = false;
 }
 
+// A SlotWrite of a backward function in Python.
+struct GradientSlotWrite : torch::CustomClassHolder {
+  SlotWrite slot;
+
+  GradientSlotWrite(int64_t input, const Tensor& grad) : slot(true, uint32_t(input), grad) {}
+};
+
 }  // namespace cuda_ext
 
 TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   using cuda_ext::GradientSlots;
+  using cuda_ext::GradientSlotWrite;
+  using Write = c10::intrusive_ptr<GradientSlotWrite>;
   m.class_<GradientSlots>("GradientSlots")
       .def(torch::init<>())
       .def("assign", &GradientSlots::assign)
@@ -354,6 +363,12 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
       .def("lock", &GradientSlots::lock)
       .def("unlock_all", &GradientSlots::unlock_all)
       .def("release", &GradientSlots::release);
+  m.class_<GradientSlotWrite>("GradientSlotWrite")
+      .def(torch::init<int64_t, at::Tensor>())
+      .def("view", [](const Write& self) { return self->slot.view(); })
+      .def("alpha", [](const Write& self) { return self->slot.alpha(); })
+      .def("beta", [](const Write& self) { return self->slot.beta(); })
+      .def("done", [](const Write& self) { self->slot.done(); });
   // Called in a hook: whether the current backward pass computes the gradients of all leaves, unlike
   // torch.autograd.grad and backward(inputs=...).
   m.def("_in_whole_backward() -> bool", [] {

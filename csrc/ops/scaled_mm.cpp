@@ -116,9 +116,9 @@ Tensor with_aligned_lines(const Tensor& matrix) {
   return lines;
 }
 
-// On CUDA devices without a kernel: exact products in bfloat16 with float32 output, and their scales.
+// On CUDA devices without a kernel: exact products in bfloat16 with float32 output, and their scales. In float32.
 Tensor composed_scaled_mm(const Tensor& a, const Tensor& b, const ScaleLines& scale_a, const ScaleLines& scale_b,
-                          const OptionalTensor& bias, const OptionalTensor& c, double beta, at::ScalarType type) {
+                          const OptionalTensor& bias, const OptionalTensor& c, double beta) {
   const int64_t m = a.size(0), n = b.size(1), k = a.size(1);
   const Tensor exact_a = a.to(at::kBFloat16), exact_b = b.to(at::kBFloat16);
   const bool has_blocks = scale_a.has_blocks || scale_b.has_blocks;
@@ -134,21 +134,64 @@ Tensor composed_scaled_mm(const Tensor& a, const Tensor& b, const ScaleLines& sc
   }
   if (is_given(bias)) sum.add_(*bias);
   if (is_given(c) && beta != 0) sum.add_(c->to(at::kFloat), beta);
-  return sum.to(type);
+  return sum;
+}
+
+// What scaled_mm multiplies, checked.
+struct ScaledOperands {
+  const Tensor &a, &b;
+  ScaleLines scale_a, scale_b;
+
+  static ScaledOperands check(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t scaling_a,
+                              const Tensor& scale_b, int64_t scaling_b) {
+    check_fp8(kOp, "mat_a", a);
+    check_fp8(kOp, "mat_b", b);
+    check_same_device(kOp, "mat_b", b, "mat_a", a);
+    CUDA_EXT_CHECK(a.size(1) == b.size(0), kOp, "expected mat_b of shape (", a.size(1), ", N) to match mat_a ",
+                   shape_string(a), ", got ", shape_string(b));
+    return {a, b, check_scales(kOp, "scale_a", scale_a, scaling_a, a, false),
+            check_scales(kOp, "scale_b", scale_b, scaling_b, b, true)};
+  }
+};
+
+// out (M, N) = the product + bias + beta * c, which may be out.
+void multiply_into(const Tensor& out, const ScaledOperands& operands, const OptionalTensor& bias,
+                   const OptionalTensor& c, double beta, bool use_fast_accum) {
+  const auto& [a, b, scale_a, scale_b] = operands;
+  const CudaKernels* const kernels = cuda_kernels(kOp, a.device());
+  if (out.numel() == 0) return;
+  ScaledGemmParams params;
+  params.m = out.size(0);
+  params.n = out.size(1);
+  params.k = a.size(1);
+  params.a = matrix(a);
+  params.b = matrix(b);
+  params.scale_a = scale_a.params();
+  params.scale_b = scale_b.params();
+  if (is_given(bias)) params.bias = matrix(*bias);
+  if (is_given(c) && beta != 0) params.c = matrix(*c);
+  params.beta = beta;
+  params.fast_accum = use_fast_accum;
+  params.out = output(out);
+  if (kernels == nullptr) return launch_scaled_gemm(params);
+  const ScaledGemmChoice choice = kernels->choose_scaled_gemm(params);
+  if (choice.kernel == ScaledGemmChoice::Kernel::kNone) {
+    out.copy_(composed_scaled_mm(a, b, scale_a, scale_b, bias, c, beta));
+    return;
+  }
+  const Tensor lines_of_a = with_aligned_lines(a), lines_of_b = with_aligned_lines(b.t());
+  params.a = matrix(lines_of_a);
+  params.b = transposed(matrix(lines_of_b));
+  const LaunchScope scope(a.device());
+  launch_for(kOp, [&] { kernels->scaled_gemm(params, choice, scope.stream()); });
 }
 
 Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t scaling_a, const Tensor& scale_b,
                  int64_t scaling_b, const OptionalTensor& bias, const OptionalTensor& c, double beta,
                  at::ScalarType type, bool use_fast_accum) {
-  check_fp8(kOp, "mat_a", a);
-  check_fp8(kOp, "mat_b", b);
-  check_same_device(kOp, "mat_b", b, "mat_a", a);
-  CUDA_EXT_CHECK(a.size(1) == b.size(0), kOp, "expected mat_b of shape (", a.size(1), ", N) to match mat_a ",
-                 shape_string(a), ", got ", shape_string(b));
+  const ScaledOperands operands = ScaledOperands::check(a, b, scale_a, scaling_a, scale_b, scaling_b);
   CUDA_EXT_CHECK(type == at::kFloat || type == at::kHalf || type == at::kBFloat16, kOp,
                  "expected output_dtype float32, float16 or bfloat16, got ", dtype_name(type));
-  const ScaleLines lines_a = check_scales(kOp, "scale_a", scale_a, scaling_a, a, false);
-  const ScaleLines lines_b = check_scales(kOp, "scale_b", scale_b, scaling_b, b, true);
   const int64_t m = a.size(0), n = b.size(1);
   if (is_given(bias)) {
     check_same_device(kOp, "bias", *bias, "mat_a", a);
@@ -164,36 +207,26 @@ Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_
                    "expected input of dtype float32, float16 or bfloat16, got ", dtype_name(c->scalar_type()));
     addend = c->expand({m, n});
   }
-  const CudaKernels* const kernels = cuda_kernels(kOp, a.device());
   const c10::DeviceGuard guard(a.device());  // whose kernels are chosen
-  Tensor out = empty_beside(a, {m, n}, type);
-  if (out.numel() == 0) return out;
-  ScaledGemmParams params;
-  params.m = m;
-  params.n = n;
-  params.k = a.size(1);
-  params.a = matrix(a);
-  params.b = matrix(b);
-  params.scale_a = lines_a.params();
-  params.scale_b = lines_b.params();
-  if (is_given(bias)) params.bias = matrix(*bias);
-  if (addend && beta != 0) params.c = matrix(*addend);
-  params.beta = beta;
-  params.fast_accum = use_fast_accum;
-  params.out = output(out);
-  if (kernels == nullptr) {
-    launch_scaled_gemm(params);
-    return out;
-  }
-  const ScaledGemmChoice choice = kernels->choose_scaled_gemm(params);
-  if (choice.kernel == ScaledGemmChoice::Kernel::kNone)
-    return composed_scaled_mm(a, b, lines_a, lines_b, bias, addend, beta, type);
-  const Tensor lines_of_a = with_aligned_lines(a), lines_of_b = with_aligned_lines(b.t());
-  params.a = matrix(lines_of_a);
-  params.b = transposed(matrix(lines_of_b));
-  const LaunchScope scope(a.device());
-  launch_for(kOp, [&] { kernels->scaled_gemm(params, choice, scope.stream()); });
+  const Tensor out = empty_beside(a, {m, n}, type);
+  multiply_into(out, operands, bias, addend, beta, use_fast_accum);
   return out;
+}
+
+// The gradient of a weight, into its slot (ops/gradient_slots.h): slot = alpha * product + beta * slot.
+void scaled_mm_slot(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t scaling_a, const Tensor& scale_b,
+                    int64_t scaling_b, const Tensor& slot, double alpha, double beta) {
+  ScaledOperands operands = ScaledOperands::check(a, b, scale_a, scaling_a, scale_b, scaling_b);
+  check_given(kOp, "weight_slot", slot);
+  check_same_device(kOp, "weight_slot", slot, "mat_a", a);
+  CUDA_EXT_CHECK(is_floating(slot.scalar_type()) && slot.scalar_type() != at::kDouble &&
+                     slot.sizes() == at::IntArrayRef({a.size(0), b.size(1)}) && slot.is_contiguous(),
+                 kOp, "expected weight_slot contiguous, of shape ", shape_string(Sizes{a.size(0), b.size(1)}),
+                 " and dtype float32, float16 or bfloat16, got shape ", shape_string(slot), " with strides ",
+                 shape_string(slot.strides()), " of ", dtype_name(slot.scalar_type()));
+  if (alpha != 1) operands.scale_b.scales = operands.scale_b.scales * alpha;
+  const c10::DeviceGuard guard(a.device());
+  multiply_into(slot, operands, {}, slot, beta, /*use_fast_accum=*/false);
 }
 
 // FP8 numbers have no derivative.
@@ -504,6 +537,10 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
       "Tensor? bias=None, Tensor? input=None, float beta=1.0, *, ScalarType output_dtype, "
       "bool use_fast_accum=False) -> Tensor",
       tags);
+  m.def(
+      "scaled_mm.slot(Tensor mat_a, Tensor mat_b, Tensor scale_a, int scaling_a, Tensor scale_b, int scaling_b, "
+      "*, Tensor(a!) weight_slot, float slot_alpha, float slot_beta) -> ()",
+      tags);
   m.def("quantize_fp8(Tensor input, ScalarType dtype, int scaling, bool power_of_two=False) -> (Tensor, Tensor)", tags);
   m.def(
       "quantize_fp8_both(Tensor input, ScalarType dtype, int scaling, bool power_of_two=False) -> "
@@ -517,17 +554,19 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
       "_scaled_mm_plan(int m, int n, int k, int compute_capability, int num_sms, int groups=0, "
       "bool use_fast_accum=False) -> (str, Dict(str, int))",
       scaled_mm_plan, tags);
-  register_layout_errors(m, {"scaled_mm", "scaled_grouped_mm", "quantize_fp8", "quantize_fp8_both"});
+  register_layout_errors(m, {"scaled_mm", "scaled_mm.slot", "scaled_grouped_mm", "quantize_fp8", "quantize_fp8_both"});
 }
 
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) {
   m.impl("scaled_mm", scaled_mm);
+  m.impl("scaled_mm.slot", scaled_mm_slot);
   m.impl("scaled_grouped_mm", scaled_grouped_mm);
   m.impl("quantize_fp8", quantize_fp8);
   m.impl("quantize_fp8_both", quantize_fp8_both);
 }
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) {
   m.impl("scaled_mm", scaled_mm);
+  m.impl("scaled_mm.slot", scaled_mm_slot);
   m.impl("scaled_grouped_mm", scaled_grouped_mm);
   m.impl("quantize_fp8", quantize_fp8);
   m.impl("quantize_fp8_both", quantize_fp8_both);
@@ -535,6 +574,7 @@ TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) {
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {
   m.impl("scaled_mm", scaled_mm_autograd);
   m.impl("scaled_grouped_mm", scaled_grouped_mm_autograd);
+  m.impl("scaled_mm.slot", torch::CppFunction::makeFallthrough());  // called in backward
   // What is quantised has no gradient.
   m.impl("quantize_fp8", torch::CppFunction::makeFallthrough());
   m.impl("quantize_fp8_both", torch::CppFunction::makeFallthrough());
