@@ -80,8 +80,8 @@ GPUS_TEXT = """
 
 The instructions that multiply matrices on each architecture, as emulated. "float32": in float32 arithmetic without
 tensor cores, several times slower than float16. "as bfloat16": `scaled_mm` is composed of products in bfloat16; sm_100
-and sm_103 convert FP8 inside the kernel, at best as fast as one of float16. On sm_75 backward of head dims above 192, or
-128 of the value, is composed of other ops, with memory proportional to the product of the lengths. Of these GPUs, an
+and sm_103 convert FP8 inside the kernel, at best as fast as one of float16. On sm_75 backward of head dims above 192,
+or 128 of the value, is composed of other ops, with memory proportional to the product of the lengths. Of these GPUs, an
 H100 has run the kernels. `python -m cuda_ext.info` says how fast the others should be; `sm_100` has faster
 instructions, which are not used.
 """
