@@ -79,10 +79,11 @@ def scaled_mm(
     Products are exact and sums in float32; scales multiply the sum of their block or, on a CPU and if none depends on
     the place along K, that of all terms. Any sizes and strides work, also 0.
 
-    On Hopper a kernel multiplies on the tensor cores of FP8, which keep about 14 bits of a sum, and adds each 128
-    terms, times their scales, to a sum in float32. Operands that are not contiguous along K, or whose rows are not
-    aligned to 16 bytes, are copied. On other CUDA devices operands are converted to bfloat16, in which both formats are
-    exact, and multiplied by the kernel of `cuda_ext.gemm`: no faster than bfloat16, and with temporary copies.
+    On Hopper, Ada and Blackwell a kernel multiplies on the tensor cores of FP8, which on Hopper keep about 14 bits of a
+    sum, and adds each 128 terms, times their scales, to a sum in float32. Operands that are not contiguous along K, or
+    whose rows are not aligned to 16 bytes, are copied. On other CUDA devices, and in a library without code for these
+    architectures, operands are converted to bfloat16, in which both formats are exact, and multiplied by the kernel of
+    `cuda_ext.gemm`: no faster than bfloat16, and with temporary copies.
 
     Args:
         mat_a: ``(M, K)``, float8_e4m3fn or float8_e5m2.
@@ -150,10 +151,10 @@ def scaled_grouped_mm(
     `torch.nn.functional.scaled_grouped_mm` in their order.
 
     Group ``g`` has the rows ``[offs[g - 1], offs[g])`` of `mat_a`. Groups may be empty; rows after the last are 0. The
-    host does not read `offs`. On Hopper a kernel finds the groups on the device and multiplies on the tensor cores of
-    FP8, if `mat_b` is float8_e4m3fn and rows of the output are whole units of 16 bytes; matrices of `mat_b` that are
-    not contiguous along K, or whose lines are not aligned to 16 bytes, are copied. Elsewhere on CUDA operands are
-    converted to bfloat16 for `cuda_ext.grouped_mm`.
+    host does not read `offs`. Where `scaled_mm` has a kernel on the tensor cores of FP8, so has this op, which finds
+    the groups on the device, if `mat_b` is float8_e4m3fn and, on Hopper, rows of the output are whole units of 16
+    bytes; matrices of `mat_b` that are not contiguous along K, or whose lines are not aligned to 16 bytes, are copied.
+    Elsewhere on CUDA operands are converted to bfloat16 for `cuda_ext.grouped_mm`.
 
     Args:
         mat_a: ``(T, K)``, float8_e4m3fn or float8_e5m2.

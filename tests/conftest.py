@@ -85,7 +85,14 @@ PTX_SUITES: dict[str, set[torch.dtype] | None] = {
     "test_attention_cuda": {torch.bfloat16},
 }
 # The files in tests/ptx that compile the kernels of the package; the others compile those of the tests.
-PTX_OF_OPS = {"test_counters", "test_gemm_sm90", "test_planted", "test_same_bits", "test_widths"}
+PTX_OF_OPS = {
+    "test_counters",
+    "test_gemm_sm90",
+    "test_planted",
+    "test_same_bits",
+    "test_scaled_gemm_sm89",
+    "test_widths",
+}
 NEEDS_FULL = pytest.StashKey[bool]()
 
 

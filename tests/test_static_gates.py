@@ -189,10 +189,17 @@ def test_loop_with_a_long_lead_is_a_fault(tmp_path: Path) -> None:
 @pytest.mark.sampled
 def test_kernel_that_others_launch_is_a_fault(tmp_path: Path) -> None:
     compiled(tmp_path, IS_FINE + IS_FINE.replace("kernel(", "gemm_sm90("))
-    for name in ("gemm_sm90_bf16.o", "gemm_sm80_bf16.o"):
+    for name in ("gemm_sm90_bf16.o", "gemm_sm80_bf16.o", "scaled_gemm_sm89.o"):
         shutil.copy(tmp_path / "kernel.o", tmp_path / name)
-    told = "gemm_sm90_bf16.o: expected only kernels for sm_90a, got kernel; launch it from another source"
-    assert static_gates.shared_kernels(sorted(tmp_path.glob("*.o"))) == [told]
+    told = [
+        f"{name}: expected only kernels for {arch}, got {kernel}; launch it from another source"
+        for name, arch, kernel in (
+            ("gemm_sm90_bf16.o", "sm_90a", "kernel"),
+            ("scaled_gemm_sm89.o", "sm_89", "gemm_sm90"),
+            ("scaled_gemm_sm89.o", "sm_89", "kernel"),
+        )
+    ]
+    assert static_gates.shared_kernels(sorted(tmp_path.glob("*.o"))) == told
 
 
 @pytest.mark.sampled

@@ -711,16 +711,16 @@ def shared_kernels(objects: Iterable[Path]) -> list[str]:
     them too."""
     found = []
     for path in objects:
-        alone = [name for name in (_build.SM90A_SOURCES, _build.SM89_SOURCES) if name in path.name]
-        if not alone:
-            continue
-        symbols = re.findall(r"^\s*Function (\S+):$", _dump(path, "-res-usage"), re.MULTILINE)
-        names = readable(symbols) if symbols else []
-        found += [
-            f"{path.name}: expected only kernels for {alone[0][1:]}, got {name}; launch it from another source"
-            for name in names
-            if alone[0] not in name.partition("<")[0]
-        ]
+        for marker, arch in ((_build.SM90A_SOURCES, "sm_90a"), (_build.SM89_SOURCES, "sm_89")):
+            if marker not in path.name:
+                continue
+            symbols = re.findall(r"^\s*Function (\S+):$", _dump(path, "-res-usage"), re.MULTILINE)
+            names = readable(symbols) if symbols else []
+            found += [
+                f"{path.name}: expected only kernels for {arch}, got {name}; launch it from another source"
+                for name in names
+                if marker not in name.partition("<")[0]
+            ]
     return found
 
 

@@ -235,11 +235,16 @@ DEVICE void multiply_scaled_tiles(const ScaledGemmParams& params, const GemmPara
   }
 }
 
+// Whether launchers choose the kernel on the architecture that is compiled for. On sm_90 they choose the one on wgmma.
+template <class Gemm>
+constexpr bool kIsLaunched = arch::has_float8_mma() && arch::kComputeCapability / 10 != 9 &&
+                             has_float8_tile(Gemm::kConfig, arch::kComputeCapability);
+
 // Grid: (tiles,).
 template <class Gemm>
 GLOBAL(Gemm::kThreads, Gemm::kMinBlocks)
 scaled_gemm_sm89(GRID_CONSTANT ScaledGemmParams params, GRID_CONSTANT GemmParams product, GRID_CONSTANT GemmPlan plan) {
-  if constexpr (arch::has_float8_mma() && has_float8_tile(Gemm::kConfig, arch::kComputeCapability)) {
+  if constexpr (kIsLaunched<Gemm>) {
     SHARED_STORAGE(typename Gemm::Storage, shared);
     const typename Gemm::Position position = Gemm::find_position(product, plan, arch::block_x());
     if (position.is_empty()) return;

@@ -64,17 +64,17 @@ constexpr GemmConfig kTiles[kNumArithmetics][kMaxShapes] = {
         {.block_m = 64, .block_n = 64, .block_k = 32, .stages = 3, .warps_m = 2, .warps_n = 2, .min_blocks = 2},
     },
     {
-        // A k tile is a block of scales. The stages fill 99 KiB, and the second set of sums (scaled_gemm_sm89.cuh) all
-        // registers of larger warp tiles than 64 x 32.
+        // A k tile has the depth of a block of scales. The stages fill 99 KiB. Warps of more than 64 x 32 would have
+        // too few registers for their products beside the sums (scaled_gemm_sm89.cuh).
         {.block_m = 128, .block_n = 128, .block_k = 128, .stages = 3, .warps_m = 2, .warps_n = 4, .min_blocks = 1},
         {.block_m = 64, .block_n = 64, .block_k = 128, .stages = 6, .warps_m = 2, .warps_n = 4, .min_blocks = 1},
     },
 };
 
-// Whether the kernel of FP8 has a tile on a device. sm_100 and its like convert the operands to float16, for which the
-// larger one leaves too few registers.
+// Whether the kernel of FP8 has a tile on a device. From sm_90 to sm_119 operands are converted to float16, for which
+// the larger one leaves too few registers.
 HOST_DEVICE constexpr bool has_float8_tile(const GemmConfig& tile, int compute_capability) {
-  return tile.block_m <= 64 || compute_capability < 100 || compute_capability >= 120;
+  return tile.block_m <= 64 || compute_capability < 90 || compute_capability >= 120;
 }
 
 // Strides of an operand in bytes. They are kernel parameters, i.e. constants that take no registers.
