@@ -16,6 +16,8 @@ from cuda_ext._checks import autocasts, dtype_name, expected, shape_of
 from cuda_ext._expert_parallel import check_share, on_their_ranks
 from cuda_ext._expert_routes import Routes, sort, sum_dtype
 from cuda_ext._grouped_mm import grouped_mm
+from cuda_ext._load import ops
+from cuda_ext._slot_write import find_slot
 from cuda_ext.fp8 import EXPERTS_RECIPE, keeps, multiply_groups
 
 __all__ = ["Gate", "mixture_of_experts"]
@@ -170,6 +172,11 @@ def _compose(mlps: _Mlps, routes: Routes, tokens: Tensor, weights: Tensor) -> Te
     return routes.sum(results, weights)
 
 
+# Among the tensors that _Experts.apply is given.
+_UP, _DOWN = 2, 3
+_grouped_mm_slot = ops.grouped_mm.slot
+
+
 class _Experts(torch.autograd.Function):
     """_compose, with little memory."""
 
@@ -243,7 +250,7 @@ def _gradients(
         gradients[1] = of_rows[routes.rows].to(weights.dtype)
     if for_down or for_b_down:
         weighted = (grad_rows * weight_of_rows).to(grad.dtype)
-        gradients[3] = _matrices_gradient(weighted, hidden, ends, mlps.w_down) if for_down else None
+        gradients[3] = _matrices_gradient(weighted, hidden, ends, mlps.w_down, _DOWN) if for_down else None
         gradients[5] = _sums(weighted, ends) if for_b_down else None
         del weighted
     del hidden, grad_rows
@@ -251,14 +258,19 @@ def _gradients(
     del grad_hidden, gate_gradient
     gradients[4] = _sums(grad_product, ends) if for_b_up else None
     if for_up:
-        gradients[2] = _matrices_gradient(grad_product, routes.gather(tokens), ends, mlps.w_up)
+        gradients[2] = _matrices_gradient(grad_product, routes.gather(tokens), ends, mlps.w_up, _UP)
     if for_tokens:
         gradients[0] = routes.sum(mlps.multiply(grad_product, mlps.w_up, ends, transposed=True))
     return gradients
 
 
-def _matrices_gradient(grad: Tensor, rows: Tensor, ends: Tensor, matrices: Tensor) -> Tensor:
-    """(experts, N, K) of grad (rows, N) and rows (rows, K), in the dtype of the matrices."""
+def _matrices_gradient(grad: Tensor, rows: Tensor, ends: Tensor, matrices: Tensor, input: int) -> Tensor | None:
+    """(experts, N, K) of grad (rows, N) and rows (rows, K), in the dtype of the matrices, which are input `input` of
+    the autograd function; None if it went to their slot."""
+    slot = find_slot(input, grad)
+    if slot is not None:
+        slot.write(_grouped_mm_slot, grad.t(), rows, ends)
+        return None
     dtype = None if matrices.dtype == rows.dtype else matrices.dtype
     return grouped_mm(grad.t(), rows, offs=ends, out_dtype=dtype)
 

@@ -131,11 +131,12 @@ def _check_given(op: str, tensors: Sequence[Tensor] | None) -> None:
 class GradientSlots:
     """Slots in a bucket: backward writes the gradients of weights directly to them, without a copy or extra memory.
 
-    Works for the weights of `cuda_ext.linear`, `cuda_ext.gated_linear`, `cuda_ext.mlp` and `cuda_ext.gated_mlp`. If
-    such a parameter has a slot, the epilogue of the GEMM that computes its gradient stores ``scale * gradient`` in the
-    slot, or adds it there, and the op returns no gradient. This includes float32 parameters under autocast: products of
-    16-bit numbers are stored in the float32 slot without intermediate rounding. (Megatron-LM's
-    ``gradient_accumulation_fusion`` does this for ``main_grad``, in its own layers.)
+    Works for the weights of `cuda_ext.linear`, `gated_linear`, `mlp`, `gated_mlp`, `linear_cross_entropy` and
+    `fp8.linear`, and for the matrices of `mixture_of_experts`. If such a parameter has a slot, the epilogue of the GEMM
+    that computes its gradient stores ``scale * gradient`` in the slot, or adds it there, and the op returns no
+    gradient. This includes float32 parameters under autocast: products of 16-bit numbers are stored in the float32 slot
+    without intermediate rounding. (Megatron-LM's ``gradient_accumulation_fusion`` does this for ``main_grad``, in its
+    own layers.)
 
     The steps of a pass, which is one ``backward()`` call; passes of one object must not overlap:
 

@@ -10,36 +10,15 @@ the last 50 steps. On a CPU FP8 is no faster: this shows what it costs in qualit
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from itertools import count
 from statistics import mean
 
-import torch
 from common import Runs, arguments, print_table, text_batches
 from gpt import GPT, GPTConfig
-from torch import Tensor
-from training import learning_rate
+from training import autocast_step
 
 from cuda_ext import fp8
 
 RECIPES = ("tensorwise", "rowwise", "blockwise")
-
-
-def step_of(model: GPT, device: str, steps: int) -> Callable[[Tensor, Tensor], float]:
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
-    numbers = count()
-
-    def step(inputs: Tensor, targets: Tensor) -> float:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(next(numbers), steps, 1.5e-3)
-        optimizer.zero_grad()
-        with torch.autocast(device, torch.bfloat16):
-            loss = model(inputs.to(device), targets.to(device))
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    return step
 
 
 def main() -> tuple[Runs, dict[str, float]]:
@@ -52,7 +31,7 @@ def main() -> tuple[Runs, dict[str, float]]:
             report = fp8.convert(model, recipe, lambda name, layer: name == "head", least_features=1)
             print(f"{recipe}: {report}")
         batches = text_batches(options.steps, options.batch, options.context, options.seed)
-        runs.train(recipe, batches, options.steps, step_of(model, options.device, options.steps))
+        runs.train(recipe, batches, options.steps, autocast_step(model, options.device, options.steps))
     runs.report(options.out / "train_fp8.png")
 
     last = {recipe: mean(losses[-50:]) for recipe, losses in runs.losses.items()}

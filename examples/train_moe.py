@@ -11,15 +11,13 @@ faster: this shows what it costs in quality.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from itertools import count
 from statistics import mean
 
 import torch
 from common import Runs, arguments, print_table, text_batches
 from gpt import GPT, GPTConfig
 from torch import Tensor, nn
-from training import learning_rate
+from training import autocast_step
 
 from cuda_ext import fp8
 from cuda_ext.nn import MixtureOfExperts
@@ -47,22 +45,9 @@ def mixture_gpt(config: GPTConfig, experts: int) -> GPT:
     return model
 
 
-def step_of(model: GPT, device: str, steps: int) -> Callable[[Tensor, Tensor], float]:
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
-    numbers = count()
-
-    def step(inputs: Tensor, targets: Tensor) -> float:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(next(numbers), steps, 1.5e-3)
-        optimizer.zero_grad()
-        with torch.autocast(device, torch.bfloat16):
-            loss = model(inputs.to(device), targets.to(device))
-        balance = sum(block.mlp.losses.balance + 0.1 * block.mlp.losses.z for block in model.blocks)
-        (loss + 0.01 * balance).backward()
-        optimizer.step()
-        return loss.item()
-
-    return step
+def balance(model: GPT) -> Tensor:
+    """What keeps the experts in use, beside the loss."""
+    return 0.01 * sum(block.mlp.losses.balance + 0.1 * block.mlp.losses.z for block in model.blocks)
 
 
 def evenness(model: GPT) -> str:
@@ -80,7 +65,7 @@ def main() -> tuple[Runs, dict[str, float]]:
         if precision == "FP8":
             print(fp8.convert(model, RECIPE, lambda name, layer: name == "head", least_features=1))
         batches = text_batches(options.steps, options.batch, options.context, options.seed)
-        runs.train(precision, batches, options.steps, step_of(model, options.device, options.steps))
+        runs.train(precision, batches, options.steps, autocast_step(model, options.device, options.steps, balance))
         used[precision] = evenness(model)
     runs.report(options.out / "train_moe.png")
 

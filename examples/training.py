@@ -7,6 +7,8 @@ import contextlib
 import hashlib
 import math
 import signal
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from types import FrameType
 
@@ -17,6 +19,7 @@ from gpt import GPT, GPTConfig, bits_per_byte, generate
 from report import Progress, UserError, write_losses, write_plot
 from rich.console import Console
 from text import Windows, read_text, split_text
+from torch import Tensor
 
 from cuda_ext.distributed import BucketedDataParallel
 
@@ -29,6 +32,26 @@ STATE = ("settings", "step", "model", "optimizer", "rng", "losses", "held_out")
 def learning_rate(step: int, steps: int, peak: float) -> float:
     warmup = max(steps // 20, 1)
     return peak * min((step + 1) / warmup, 1.0) * 0.5 * (1.0 + math.cos(math.pi * (step + 0.5) / steps))
+
+
+def autocast_step(
+    model: GPT, device: str, steps: int, beside: Callable[[GPT], Tensor] | None = None
+) -> Callable[[Tensor, Tensor], float]:
+    """A step of AdamW in bfloat16 with a cosine schedule, which returns the loss. `beside`: what else is minimised."""
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
+    numbers = count()
+
+    def step(inputs: Tensor, targets: Tensor) -> float:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(next(numbers), steps, 1.5e-3)
+        optimizer.zero_grad()
+        with torch.autocast(device, torch.bfloat16):
+            loss = model(inputs.to(device), targets.to(device))
+        (loss if beside is None else loss + beside(model)).backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
 
 
 class StopRequest:

@@ -98,17 +98,46 @@ GroupedCall describe_grouped(const char* op, const Tensor& given_a, const Tensor
 
 namespace {
 
-Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs, const OptionalTensor& bias,
-                  OptionalType out_dtype) {
+GroupedCall describe(const Tensor& a, const Tensor& b, const Tensor& offs, const OptionalTensor& bias,
+                     OptionalType out_dtype) {
   check_floating(kOp, "mat_a", a);
-  const bool for_gpu = cuda_kernels(kOp, a.device()) != nullptr;
-  GroupedCall call = describe_grouped(kOp, a, b, offs, bias, out_dtype, for_gpu);
-  Tensor out = empty_beside(a, call.sizes, call.type);
-  if (out.numel() == 0) return out;
-  if (call.params.groups.count == 0) return out.zero_();
+  return describe_grouped(kOp, a, b, offs, bias, out_dtype, cuda_kernels(kOp, a.device()) != nullptr);
+}
+
+void run_grouped(GroupedCall& call, const Tensor& out) {
+  if (out.numel() == 0) return;
+  if (call.params.groups.count == 0) {
+    Tensor(out).zero_();
+    return;
+  }
   call.params.out = output(out);
   run_gemm(kOp, out, call.params);
+}
+
+Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs, const OptionalTensor& bias,
+                  OptionalType out_dtype) {
+  GroupedCall call = describe(a, b, offs, bias, out_dtype);
+  const Tensor out = empty_beside(a, call.sizes, call.type);
+  run_grouped(call, out);
   return out;
+}
+
+// The gradient of the matrices of all groups, into its slot (ops/gradient_slots.h): slot = alpha * product +
+// beta * slot.
+void grouped_mm_slot(const Tensor& a, const Tensor& b, const Tensor& offs, const Tensor& slot, double alpha,
+                     double beta) {
+  check_given(kOp, "weight_slot", slot);
+  const auto sum_type = accumulation_type(slot.scalar_type());
+  GroupedCall call = describe(a, b, offs, {}, beta == 0 ? slot.scalar_type() : sum_type);
+  check_same_device(kOp, "weight_slot", slot, "mat_a", a);
+  CUDA_EXT_CHECK(slot.sizes() == at::IntArrayRef(call.sizes) && slot.is_contiguous(), kOp,
+                 "expected weight_slot contiguous and of shape ", shape_string(call.sizes), ", got shape ",
+                 shape_string(slot), " with strides ", shape_string(slot.strides()));
+  call.params.alpha = alpha;
+  if (beta == 0) return run_grouped(call, slot);
+  const Tensor product = empty_beside(a, call.sizes, sum_type);  // kernels of groups add nothing
+  run_grouped(call, product);
+  slot.copy_(product.add_(slot, beta));
 }
 
 }  // namespace
@@ -197,12 +226,25 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   m.def(
       "grouped_mm(Tensor mat_a, Tensor mat_b, Tensor offs, Tensor? bias=None, *, ScalarType? out_dtype=None) -> Tensor",
       tags);
-  register_layout_errors(m, {"grouped_mm"});
+  m.def(
+      "grouped_mm.slot(Tensor mat_a, Tensor mat_b, Tensor offs, *, Tensor(a!) weight_slot, float slot_alpha, "
+      "float slot_beta) -> ()",
+      tags);
+  register_layout_errors(m, {"grouped_mm", "grouped_mm.slot"});
 }
 
-TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) { m.impl("grouped_mm", grouped_mm); }
-TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) { m.impl("grouped_mm", grouped_mm); }
-TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) { m.impl("grouped_mm", grouped_mm_autograd); }
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) {
+  m.impl("grouped_mm", grouped_mm);
+  m.impl("grouped_mm.slot", grouped_mm_slot);
+}
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) {
+  m.impl("grouped_mm", grouped_mm);
+  m.impl("grouped_mm.slot", grouped_mm_slot);
+}
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {
+  m.impl("grouped_mm", grouped_mm_autograd);
+  m.impl("grouped_mm.slot", torch::CppFunction::makeFallthrough());  // called in backward
+}
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, AutocastCPU, m) {
   m.impl("grouped_mm", grouped_mm_autocast<c10::DeviceType::CPU>);
 }
