@@ -267,13 +267,16 @@ def epilogue_cases(large: bool) -> Iterator[Case]:
 # In FP8
 
 
-def scaled(m: int, n: int, k: int, scalings: tuple[str, str], formats: tuple[torch.dtype, torch.dtype]) -> Results:
+def scaled(
+    m: int, n: int, k: int, scalings: tuple[str, str], formats: tuple[torch.dtype, torch.dtype], fast: bool = False
+) -> Results:
     (left, right), (of_left, of_right) = scalings, formats
     a, scale_a = fp8.quantize(torch.randn(m, k), left, dtype=of_left)
     b, scale_b = fp8.quantize(torch.randn(n, k), right, dtype=of_right)
 
     def run(a: Tensor, b: Tensor, dtype: torch.dtype = BFLOAT16) -> Tensor:
-        return cuda_ext.scaled_mm(a, b.t(), scale_a, left, scale_b, right, output_dtype=dtype)
+        operands = a, b.t(), scale_a, left, scale_b, right
+        return cuda_ext.scaled_mm(*operands, output_dtype=dtype, use_fast_accum=fast)
 
     exact = testing.reference_scaled_mm(a, b.t(), scale_a, left, scale_b, right)
     # Not to float32: the tensor cores keep about 14 bits of a sum.
@@ -323,6 +326,10 @@ def scaled_cases(large: bool) -> Iterator[Case]:
     ):
         words = f"{' '.join(dict.fromkeys(scalings))} {' '.join(name_of(format) for format in formats)}"
         yield f"scaled_mm {words} {m} x {n} x {k}", partial(scaled, m, n, k, scalings, formats)
+    # Sums in the tensor cores, which would not keep the digits of bfloat16 if k were much longer.
+    m, n, k = (8136, 8200, 520) if large else (264, 1032, 260)
+    case = partial(scaled, m, n, k, ("RowWise", "RowWise"), (e4m3, e4m3), fast=True)
+    yield f"scaled_mm use_fast_accum {m} x {n} x {k}", case
 
 
 # Of groups

@@ -36,6 +36,8 @@ def cases(device: str) -> Iterator[Case]:
     for size in sizes:
         for recipe in SCALINGS:
             yield product(device, recipe, *size)
+            if not on_cpu and recipe != "blockwise":
+                yield product(device, recipe, *size, fast=True)
             yield layer(device, recipe, *size)
         yield from (quantised(device, size[0], size[2], both) for both in (False, True))
 
@@ -58,14 +60,18 @@ def pytorchs_scales(given: Operands) -> tuple[Tensor, Tensor]:
     return given.scale_a.t().contiguous().t(), given.scale_b
 
 
-def product(device: str, recipe: str, m: int, n: int, k: int) -> Case:
+def product(device: str, recipe: str, m: int, n: int, k: int, fast: bool = False) -> Case:
+    """fast: with use_fast_accum."""
+
     def ours(given: Operands) -> Call:
         left, right = given.scalings
-        return lambda: cuda_ext.scaled_mm(given.a, given.b.t(), given.scale_a, left, given.scale_b, right)
+        operands = given.a, given.b.t(), given.scale_a, left, given.scale_b, right
+        return lambda: cuda_ext.scaled_mm(*operands, use_fast_accum=fast)
 
     def theirs(given: Operands) -> Call:
         scales = pytorchs_scales(given)
-        return lambda: torch._scaled_mm(given.a, given.b.t(), *scales, out_dtype=torch.bfloat16)
+        operands = given.a, given.b.t(), *scales
+        return lambda: torch._scaled_mm(*operands, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
     def exact(given: Operands) -> Tensor:
         left, right = given.scalings
@@ -78,7 +84,7 @@ def product(device: str, recipe: str, m: int, n: int, k: int) -> Case:
         op="scaled_mm",
         phase="forward",
         group=recipe,
-        name=f"{recipe}, {m} × {n} × {k}",
+        name=f"{recipe}{', use_fast_accum' if fast else ''}, {m} × {n} × {k}",
         dtype="bfloat16",
         sides=sides,
         inputs=functools.partial(Operands, device, recipe, m, n, k),

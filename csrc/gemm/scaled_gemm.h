@@ -38,10 +38,9 @@ struct ScaledGemmParams {
   // Sums may stay in the tensor cores, which keep about 14 bits of them. Without effect if scales depend on the block.
   bool fast_accum = false;
   Output out;
-  // Groups of rows: b, its scales and the bias have one matrix or row for each, with these strides. Not on the CPU,
-  // where each group is a product of its own; without c.
+  // Groups of rows: b (k, n) is the first of the matrices, which are one, (groups n, k), in memory; its scales and the
+  // bias have these strides. Not on the CPU, where each group is a product of its own; without c.
   Groups groups;
-  int64_t b_group_stride = 0;
   int64_t scale_b_group_stride = 0;
   int64_t bias_group_stride = 0;
 

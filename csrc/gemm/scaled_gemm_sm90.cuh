@@ -364,7 +364,8 @@ DEVICE void scale_rows(const Scales& scales, int64_t row, int64_t rows, typename
 template <class Gemm>
 DEVICE void consume_scaled(const ScaledGemmParams& params, const GemmParams& epilogue, const ScaledPlan& plan,
                            const TensorMaps& maps, typename Gemm::Storage& shared) {
-  const GemmPlan no_plan;  // of what only other kernels do
+  GemmPlan of_epilogue;  // without what only other kernels do
+  of_epilogue.tma_add = plan.tma_add;
   Ring<Gemm::kStages> ring;
   const int first = arch::block_x() / plan.cluster, items = Gemm::items(params, plan);
   int left = items > first ? (items - first + plan.clusters - 1) / plan.clusters : 0;
@@ -394,15 +395,15 @@ DEVICE void consume_scaled(const ScaledGemmParams& params, const GemmParams& epi
                                        item.row_end};
     if constexpr (Gemm::kCut == Groups::Cut::kNone)
       if (!plan.tma_store) {
-        store_rows<Gemm>(epilogue, no_plan, tile, shared, sums);
+        store_rows<Gemm>(epilogue, of_epilogue, tile, shared, sums);
         continue;
       }
     if (epilogue.out.dtype == Dtype::kFloat32)
-      store_by_tma<Gemm, float, false>(epilogue, no_plan, maps, tile, shared, sums);
+      store_by_tma<Gemm, float, false>(epilogue, of_epilogue, maps, tile, shared, sums);
     else if (epilogue.out.dtype == Dtype::kFloat16)
-      store_by_tma<Gemm, half_t, false>(epilogue, no_plan, maps, tile, shared, sums);
+      store_by_tma<Gemm, half_t, false>(epilogue, of_epilogue, maps, tile, shared, sums);
     else
-      store_by_tma<Gemm, bfloat16_t, false>(epilogue, no_plan, maps, tile, shared, sums);
+      store_by_tma<Gemm, bfloat16_t, false>(epilogue, of_epilogue, maps, tile, shared, sums);
   }
   if (plan.tma_store && arch::lane_index() == 0) arch::bulk_wait_read<0>();
 }

@@ -5,9 +5,8 @@
 #include <string>
 
 #include "base/device.h"
-#include "gemm/problem.h"
+#include "gemm/plan_sm90.h"
 #include "gemm/scaled_tiles_sm90.h"
-#include "gemm/tiles_sm90.h"
 
 namespace cuda_ext::sm90 {
 
@@ -17,8 +16,8 @@ struct ScaledChoice {
 };
 
 inline bool can_store_scaled_by_tma(const ScaledGemmParams& params) {
-  return params.c.data == nullptr && params.n * size_of(params.out.dtype) % 16 == 0 &&
-         reinterpret_cast<uintptr_t>(params.out.data) % 16 == 0;
+  return (params.c.data == nullptr || can_add_by_tma(without_scales(params))) &&
+         params.n * size_of(params.out.dtype) % 16 == 0 && reinterpret_cast<uintptr_t>(params.out.data) % 16 == 0;
 }
 
 // Why the kernel cannot run, whatever the config; empty if it can.
@@ -49,6 +48,7 @@ inline ScaledPlan plan_columns(const ScaledGemmParams& params, const rt::Device&
   plan.column_groups = checked_count(ceil_div(columns, plan.cluster), "columns of tiles");
   plan.k_tiles = int(ceil_div(params.k, kScaleBlock));
   plan.tma_store = can_store_scaled_by_tma(params);
+  plan.tma_add = plan.tma_store && params.c.data != nullptr;
   return plan;
 }
 

@@ -33,6 +33,7 @@ struct ScaledPlan {
   int k_tiles = 0;
   bool columns_vary = false;  // within a tile, and along k: scales of the columns are read for each k tile
   bool tma_store = false;
+  bool tma_add = false;  // TMA adds the product to the output
 
   HOST_DEVICE int items() const { return row_tiles * column_groups; }
 };

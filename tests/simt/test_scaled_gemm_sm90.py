@@ -13,6 +13,8 @@ from attention_sm90_cases import unnoticed_removals
 from scaled_cases import E4M3, E5M2, SCALINGS, assert_near, problem, race_problem, random_epilogue, run
 from torch import Tensor
 
+from cuda_ext import testing
+
 # Sizes, numbers of SMs and the rows of the tile that is then chosen. One block and clusters of two, an odd number of
 # columns of tiles, several items of a cluster, several bands of rows, fewer k tiles than stages and more.
 SHAPES = {
@@ -159,3 +161,19 @@ def test_removal_of_any_synchronisation_is_noticed() -> None:
     assert calls >= 8
     assert len(unnoticed) == len(HARMLESS), unnoticed
     assert all(any(code in line for line in unnoticed) for code in HARMLESS), unnoticed
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [264, 263])
+def test_sums_in_place(n: int, dtype: torch.dtype, beta: float) -> None:
+    """Into the slot of a gradient, which TMA adds to if it is of float32 and beta is 1: whole numbers."""
+    a, b = torch.randint(-4, 5, (150, 300)).to(E4M3), torch.randint(-4, 5, (300, n)).to(E4M3)
+    one, slot = torch.ones(1), torch.randint(-8, 9, (150, n)).to(dtype) if beta else torch.full((150, n), torch.nan)
+    slot = slot.to(dtype)
+    exact = 2 * (a.double() @ b.double()) + (beta * slot.double() if beta else 0.0)
+    with testing.emulated("sm_90a", processors=2, mode="lazy", schedule="pct", seed=random.randrange(2**31)) as device:
+        torch.ops.cuda_ext.scaled_mm.slot(a, b, one, 0, one, 0, weight_slot=slot, slot_alpha=2.0, slot_beta=beta)
+    assert slot.equal(exact.to(dtype)) and device.counters["wgmma"] > 0
+    by_tma = n % 8 == 0 and (beta == 0 or (beta == 1 and dtype == torch.float32))
+    assert (device.counters["tma_store_bytes"] > 0) == by_tma
