@@ -17,7 +17,7 @@ from cuda_ext._expert_parallel import check_share, on_their_ranks
 from cuda_ext._expert_routes import Routes, sort, sum_dtype
 from cuda_ext._grouped_mm import grouped_mm
 from cuda_ext._load import ops
-from cuda_ext._slot_write import find_slot
+from cuda_ext._slot_write import writes_to_slot
 from cuda_ext.fp8 import EXPERTS_RECIPE, keeps, multiply_groups
 
 __all__ = ["Gate", "mixture_of_experts"]
@@ -174,7 +174,6 @@ def _compose(mlps: _Mlps, routes: Routes, tokens: Tensor, weights: Tensor) -> Te
 
 # Among the tensors that _Experts.apply is given.
 _UP, _DOWN = 2, 3
-_grouped_mm_slot = ops.grouped_mm.slot
 
 
 class _Experts(torch.autograd.Function):
@@ -267,9 +266,7 @@ def _gradients(
 def _matrices_gradient(grad: Tensor, rows: Tensor, ends: Tensor, matrices: Tensor, input: int) -> Tensor | None:
     """(experts, N, K) of grad (rows, N) and rows (rows, K), in the dtype of the matrices, which are input `input` of
     the autograd function; None if it went to their slot."""
-    slot = find_slot(input, grad)
-    if slot is not None:
-        slot.write(_grouped_mm_slot, grad.t(), rows, ends)
+    if writes_to_slot(input, grad, ops.grouped_mm.slot, grad.t(), rows, ends):
         return None
     dtype = None if matrices.dtype == rows.dtype else matrices.dtype
     return grouped_mm(grad.t(), rows, offs=ends, out_dtype=dtype)

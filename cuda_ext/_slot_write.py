@@ -11,28 +11,27 @@ from torch import Tensor
 import cuda_ext._load  # noqa: F401
 from cuda_ext._toolchain import NAMESPACE
 
+__all__ = ["writes_to_slot"]
+
 _GradientSlotWrite = getattr(torch.classes, NAMESPACE).GradientSlotWrite
 
 
-class SlotWrite:
-    """The slot of a weight, of which the current backward function writes the gradient instead of returning it."""
+def writes_to_slot(input: int, grad: Tensor, op: Callable[..., Any], *arguments: Any, **options: Any) -> bool:
+    """Calls an op that writes ``slot_alpha * gradient + slot_beta * weight_slot`` to ``weight_slot``, if the weight has
+    a slot now; else returns False, and the gradient must be returned.
 
-    def __init__(self, found: Any, view: Tensor) -> None:
-        self._found = found
-        self.view = view
-
-    def write(self, op: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-        """Calls an op that writes ``slot_alpha * gradient + slot_beta * weight_slot`` to ``weight_slot``."""
-        scale = {"slot_alpha": self._found.alpha(), "slot_beta": self._found.beta()}
-        op(*arguments, **options, weight_slot=self.view, **scale)
-        self._found.done()
-
-
-def find_slot(input: int, grad: Tensor) -> SlotWrite | None:
-    """The slot for the gradient of the tensor that is input `input` of the current autograd function, counting tensors
-    alone; None if it has none now, and the gradient must be returned. `grad`: the gradient that arrived."""
+    input: which of the tensors that the current autograd function was given is the weight.
+    grad: the gradient that arrived.
+    """
     if torch.compiler.is_compiling():
-        return None
+        return False
     found = _GradientSlotWrite(input, grad)
-    view = found.view()
-    return None if view is None else SlotWrite(found, view)
+    try:
+        slot = found.view()
+        if slot is None:
+            return False
+        op(*arguments, **options, weight_slot=slot, slot_alpha=found.alpha(), slot_beta=found.beta())
+        found.done()
+        return True
+    finally:
+        found.end()

@@ -157,7 +157,8 @@ class GradientSlots:
     Gradients are returned as usual where autograd or the user needs them: with ``create_graph=True``; in
     `torch.autograd.grad`, and in a ``backward(inputs=...)`` without the parameter; for a parameter, or a cast of it,
     with tensor hooks (``register_hook``), a ``register_post_accumulate_grad_hook`` or a pre-hook on its node; for
-    tensor subclasses; under `torch.func` and dispatch modes; and in compiled code (`torch.compile`).
+    tensor subclasses; under `torch.func` and dispatch modes; and in compiled code (`torch.compile`). Only a post hook
+    on the op's own node does not see them.
     """
 
     def __init__(self) -> None:

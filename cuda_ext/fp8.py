@@ -35,7 +35,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import cuda_ext._rules  # noqa: F401
 from cuda_ext._load import ops
 from cuda_ext._scaled_mm import scaled_grouped_mm, scaled_mm, scaling_number
-from cuda_ext._slot_write import SlotWrite, find_slot
+from cuda_ext._slot_write import writes_to_slot
 from cuda_ext._toolchain import NAMESPACE
 
 __all__ = [
@@ -122,10 +122,10 @@ class _Quantized(NamedTuple):
         left, right = (self.scales, self.scaling), (other.scales, other.scaling)
         return scaled_mm(self.data, other.data.t(), *left, *right, bias=bias, output_dtype=dtype)
 
-    def mm_into(self, slot: SlotWrite, other: _Quantized) -> None:
-        """The same into the slot of a weight's gradient."""
+    def mm_to_slot(self, input: int, grad: Tensor, other: _Quantized) -> bool:
+        """The same to the slot of a weight's gradient, if it has one (`writes_to_slot`)."""
         left, right = (self.scales, scaling_number(self.scaling)), (other.scales, scaling_number(other.scaling))
-        slot.write(ops.scaled_mm.slot, self.data, other.data.t(), *left, *right)
+        return writes_to_slot(input, grad, ops.scaled_mm.slot, self.data, other.data.t(), *left, *right)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,6 +259,9 @@ def unchanged_weights() -> Iterator[None]:
             _weights.clear()
 
 
+_WEIGHT = 1  # among the tensors that _Linear.apply is given
+
+
 class _Linear(torch.autograd.Function):
     """Saves the weight, or its transpose in FP8 if that is kept, and the transpose of the input in FP8, which is all
     that the gradient of the weight needs."""
@@ -295,10 +298,15 @@ class _Linear(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * 7
+        ctx.creates_graph = torch.is_grad_enabled()
+        return _Linear.gradients(ctx, grad)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, weight_scales, rows, data, scales = ctx.saved_tensors
         recipe = _RECIPES[ctx.recipe]
         of_input, of_weight, of_bias = ctx.needs_input_grad[:3]
@@ -315,23 +323,21 @@ class _Linear(torch.autograd.Function):
                 by_columns = _Quantized(weight, weight_scales, recipe.weight)
             grad_input = of_grad.mm(by_columns, ctx.dtype)
         if of_weight:
-            slot = find_slot(1, grad)
             if recipe.quantizes_weight_grad:
                 if transposed is None:
                     transposed = recipe.of(grad.t(), recipe.tokens, recipe.grad_dtype)
                 of_rows = _Quantized(data, scales, recipe.tokens)
-                if slot is None:
+                if ctx.creates_graph or not transposed.mm_to_slot(_WEIGHT, grad, of_rows):
                     grad_weight = transposed.mm(of_rows, ctx.weight_dtype)
-                else:
-                    transposed.mm_into(slot, of_rows)
-            elif slot is None:
-                # Not by its function: as in `scaled_mm`, of the defaults.
-                grad_weight = ops.gemm.default(grad.to(rows.dtype).t(), rows, out_dtype=ctx.weight_dtype)
             else:
-                of_weight_alone = (False, True, False)
-                like_weight = rows.new_empty(1).expand(slot.view.shape)  # of which only shape and dtype count
-                backward = ops.linear_backward.slot
-                slot.write(backward, grad.to(rows.dtype), rows, like_weight, None, output_mask=of_weight_alone)
+                low = grad.to(rows.dtype)
+                like_weight = rows.new_empty(1).expand(low.shape[1], rows.shape[1])  # only its shape and dtype count
+                backward = low, rows, like_weight, None
+                if ctx.creates_graph or not writes_to_slot(
+                    _WEIGHT, grad, ops.linear_backward.slot, *backward, output_mask=(False, True, False)
+                ):
+                    # Not by its function: as in `scaled_mm`, of the defaults.
+                    grad_weight = ops.gemm.default(low.t(), rows, out_dtype=ctx.weight_dtype)
         if of_bias:
             grad_bias = grad.sum(0, dtype=ctx.bias_dtype)
         return grad_input, grad_weight, grad_bias, None, None, None, None

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from cuda_ext import fp8
+from cuda_ext._slot_write import writes_to_slot
 
 SIZES = (40, 72, 136)  # tokens, outputs, inputs
 
@@ -90,6 +91,62 @@ def test_whoever_looks_at_the_gradient_sees_it() -> None:
     reducer = Reducer(weight)
     reducer.accumulate(product(x, weight, factor, "rowwise"))
     assert len(seen) == 1 and seen[0].equal(plain)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("recipe", fp8.RECIPES)
+def test_create_graph_leaves_slots_alone(recipe: str) -> None:
+    x, weight, factor = case(torch.float32, torch.float32)
+    (plain,) = torch.autograd.grad(product(x, weight, factor, recipe).square(), weight)
+    reducer = Reducer(weight)
+    reducer.slots.open(1.0)
+    product(x, weight, factor, recipe).square().backward(create_graph=True)
+    assert reducer.is_untouched() and weight.grad is not None and weight.grad.detach().equal(plain)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        weight.grad.sum().backward()
+
+
+class Product(torch.autograd.Function):
+    """input (T, K) @ weight (N, K).T, whose backward function fails in the middle of a write if `fails` is set."""
+
+    fails = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+        (x,) = ctx.saved_tensors
+
+        def write(*, weight_slot: Tensor, slot_alpha: float, slot_beta: float) -> None:
+            if Product.fails:
+                raise RuntimeError("out of memory")
+            before = weight_slot * slot_beta if slot_beta else 0.0
+            weight_slot.copy_(slot_alpha * (grad.t() @ x) + before)
+
+        return None, None if writes_to_slot(1, grad, write) else grad.t() @ x
+
+
+def test_an_error_in_backward_does_not_bring_a_gradient_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a handler looks at the exception, which has the frames of backward functions, the gradient is removed."""
+    x, weight, _ = case(torch.float32, torch.float32)
+    x = x.flatten(0, 1)
+    (plain,) = torch.autograd.grad(Product.apply(x, weight).sum(), weight)
+    reducer = Reducer(weight)
+    reducer.accumulate(Product.apply(x, weight).sum())
+    reducer.assert_in_place(plain)
+    monkeypatch.setattr(Product, "fails", True)
+    with pytest.raises(RuntimeError, match="out of memory") as kept:
+        reducer.accumulate(Product.apply(x, weight).sum())
+    assert weight.grad is reducer.views[0]  # of the pass before
+    weight.grad = None
+    del kept
+    assert weight.grad is None
+    monkeypatch.setattr(Product, "fails", False)
+    reducer.accumulate(Product.apply(x, weight).sum())
+    reducer.assert_in_place(plain)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

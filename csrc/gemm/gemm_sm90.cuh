@@ -243,6 +243,7 @@ DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const Tensor
       k = k * Gemm::kBlockK + Gemm::first_term(work);
       // Wait until all consumers have released the stage.
       arch::barrier_wait_relaxed(shared.empty[ring.stage], ring.parity ^ 1);
+      arch::sync_warp();  // a lane that came later might find the stage released once more, and wait for ever
       Barrier& full = shared.full[ring.stage];
       if (lane == 0) arch::barrier_arrive_expect(full, sizeof(typename Gemm::Stage));
       const SharedAddress to = arch::shared_address(&shared.stages[ring.stage]) + offset;

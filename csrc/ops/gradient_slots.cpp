@@ -334,10 +334,11 @@ void SlotWrite::done() {
   slot_->state = GradientSlot::State::kWritten;
 }
 
-void SlotWrite::end() {
+void SlotWrite::release() {
   if (took_grad_ && !parameter_.grad().defined()) parameter_.mutable_grad() = slot_->view;  // the op has thrown
   const std::lock_guard guard(mutex);
   slot_->busy = false;
+  slot_ = nullptr;
 }
 
 // A SlotWrite of a backward function in Python.
@@ -368,7 +369,8 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
       .def("view", [](const Write& self) { return self->slot.view(); })
       .def("alpha", [](const Write& self) { return self->slot.alpha(); })
       .def("beta", [](const Write& self) { return self->slot.beta(); })
-      .def("done", [](const Write& self) { self->slot.done(); });
+      .def("done", [](const Write& self) { self->slot.done(); })
+      .def("end", [](const Write& self) { self->slot.end(); });
   // Called in a hook: whether the current backward pass computes the gradients of all leaves, unlike
   // torch.autograd.grad and backward(inputs=...).
   m.def("_in_whole_backward() -> bool", [] {

@@ -28,9 +28,7 @@ class SlotWrite {
   SlotWrite(bool wanted, uint32_t input, const Tensor& grad) {
     if (wanted && gradient_slot_count.load(std::memory_order_relaxed) > 0) find(input, grad);
   }
-  ~SlotWrite() {
-    if (slot_ != nullptr) end();
-  }
+  ~SlotWrite() { end(); }
   SlotWrite(const SlotWrite&) = delete;
   SlotWrite& operator=(const SlotWrite&) = delete;
 
@@ -40,10 +38,14 @@ class SlotWrite {
   double beta() const { return beta_; }
   // Must be called after the op has written.
   void done();
+  // Nothing is written after it. In Python an exception would keep the object until a handler is done with it.
+  void end() {
+    if (slot_ != nullptr) release();
+  }
 
  private:
   void find(uint32_t input, const Tensor& grad);
-  void end();
+  void release();
 
   std::shared_ptr<GradientSlot> slot_;  // null: return the gradient as usual
   Tensor parameter_;
