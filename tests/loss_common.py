@@ -175,10 +175,10 @@ def absolute_errors(
     value, target = options.get, tensors["target"]
     rows, classes = max(1, math.prod(tensors["input"].shape[:-1])), tensors["linear_weight"].shape[0]
 
-    terms = values["input"].abs() @ values["linear_weight"].abs().t()
+    sums = values["input"].abs() @ values["linear_weight"].abs().t()
     if "linear_bias" in values:
-        terms = terms + values["linear_bias"].abs().nan_to_num(posinf=0.0)
-    largest = abs(value("scale", 1.0)) * float(terms.max()) if terms.numel() else 0.0
+        sums = sums + values["linear_bias"].abs().nan_to_num(posinf=0.0)
+    largest = abs(value("scale", 1.0)) * float(sums.max()) if sums.numel() else 0.0
     if value("softcap", 0.0) > 0.0:
         largest = min(largest, options["softcap"])  # its derivative falls faster than the logit grows
     largest = max(1.0, largest)
@@ -199,9 +199,11 @@ def absolute_errors(
 
     size = {"loss": total * slope, "lse": 1.0, "entropy": 1.0 + math.log(classes)}
     each = abs(value("scale", 1.0)) * more * max(share * slope, float("lse" in exact or "entropy" in exact))
-    for name, other in (("input", "linear_weight"), ("linear_weight", "input")):
-        size[f"gradient of {name}"] = each * (float(values[other].abs().max()) if values[other].numel() else 1.0)
-    size["gradient of linear_bias"] = each
+    # Of a class that has all the probability, the rows' errors have one direction, and the weights sum them.
+    for name, other, terms in (("input", "linear_weight", 1), ("linear_weight", "input", rows)):
+        largest_other = float(values[other].abs().max()) if values[other].numel() else 1.0
+        size[f"gradient of {name}"] = each * terms * largest_other
+    size["gradient of linear_bias"] = each * rows
     subnormal: dict[str, float] = {}
     if tensors["input"].dtype == torch.float16:
         half = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps / 2

@@ -22,6 +22,7 @@ from cuda_ext.distributed.algorithms import AllReduce, Pending
 from cuda_ext.distributed.bucketing.links import Link
 from cuda_ext.distributed.bucketing.measuring import Measurement
 from cuda_ext.distributed.collectives import coalesces, start_together
+from cuda_ext.distributed.reducer import Arrivals
 
 WIDTH = 300  # 90,000 weights a layer: too many for a single bucket
 
@@ -76,7 +77,8 @@ def fail(_: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def groups_that_win(grouped: float | None = 0.0) -> Iterator[list[int]]:
-    """Wrappers inside find a network where all hides but the last transfer, and a latency is what matters."""
+    """Wrappers inside find a network where all hides but the last transfer, and a latency is what matters; and
+    gradients that arrive one after the other, however busy the machine."""
     link = Link(latency=1e-3, bandwidth=1e11, hides=1.0, grouped=grouped)
     asked = []
 
@@ -84,9 +86,13 @@ def groups_that_win(grouped: float | None = 0.0) -> Iterator[list[int]]:
         asked.append(arguments[-1])
         return Measurement((), (), link, 0.0)
 
+    def seconds(arrivals: Arrivals) -> list[float]:
+        return [1e-4 * place for place in range(len(arrivals.places))]
+
     Grouping.transfers.clear()
     with (
         mock.patch.object(bucket_set, "measure_link", measure_link),
+        mock.patch.object(Arrivals, "seconds", seconds),
         mock.patch.object(algorithms, "AllReduce", Grouping),
         contextlib.redirect_stderr(io.StringIO()),
     ):

@@ -43,14 +43,16 @@ def test_a_spoilt_process_is_replaced() -> None:
     assert found["case 0"] == found["case 2"] != found["case 3"] == found["case 5"]
 
 
-def test_patience_for_the_start_is_not_that_of_a_case() -> None:
+def test_patience_for_the_start_is_not_that_of_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolated, "LAST_WORDS", 60.0)
+
     def run(seconds: float) -> dict[str, str]:
         work = lambda _, case: Answer(True, "done")  # noqa: E731
         prepare = lambda: time.sleep(seconds)  # noqa: E731
-        return texts(isolated.run({"a": ["one"]}, work, prepare=prepare, patience=0.3, start_patience=2))
+        return texts(isolated.run({"a": ["one"]}, work, prepare=prepare, patience=1.0, start_patience=5))
 
-    assert run(1.0) == {"one": "done"}
-    assert run(9.0)["one"].startswith("HUNG: no start of a process within 2 s, in <lambda> (test_isolated.py:")
+    assert run(2.0) == {"one": "done"}
+    assert run(99.0)["one"].startswith("HUNG: no start of a process within 5 s, in <lambda> (test_isolated.py:")
 
 
 def test_a_process_that_cannot_start() -> None:
@@ -68,7 +70,7 @@ def test_if_several_of_a_kind_hang_the_others_are_not_run() -> None:
         return Answer(True, "done")
 
     cases = ["bad 1", "good 1", "bad 2", "bad 3", "good 2", "bad 4"]
-    found = texts(isolated.run({"a": cases}, work, kind=lambda case: case[:4].strip(), patience=0.3))
+    found = texts(isolated.run({"a": cases}, work, kind=lambda case: case[:4].strip(), patience=1.0))
     assert found["good 1"] == found["good 2"] == "done"
     assert all(found[name].startswith("HUNG") for name in ("bad 1", "bad 2"))
     assert found["bad 3"] == found["bad 4"] == "NOT RUN: others of its kind have hung"

@@ -202,6 +202,9 @@ def _serve(
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the parent ends its children
+    # What the parent has may be neither its handler any more nor let SIGABRT through.
+    faulthandler.disable()
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     faulthandler.enable(trace, all_threads=False)
     try:
         prepare()
