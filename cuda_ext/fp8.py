@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,6 +35,7 @@ from torch.autograd import forward_ad
 from torch.utils.weak import WeakIdKeyDictionary
 
 import cuda_ext._rules  # noqa: F401
+from cuda_ext._gathered_weights import GatheredWeight, gather, is_gathered, reason_not_to_gather
 from cuda_ext._load import ops
 from cuda_ext._scaled_mm import scaled_grouped_mm, scaled_mm, scaling_number
 from cuda_ext._slot_write import writes_to_slot
@@ -43,6 +46,7 @@ __all__ = [
     "Float8Linear",
     "Report",
     "convert",
+    "gather_weights",
     "linear",
     "quantize",
     "quantize_both",
@@ -116,6 +120,10 @@ class _Quantized(NamedTuple):
     data: Tensor  # (lines, K)
     scales: Tensor
     scaling: str
+
+    def transposed(self) -> _Quantized:
+        """Of scalings that are the same along both dims."""
+        return _Quantized(self.data.t().contiguous(), self.scales.t(), self.scaling)
 
     def mm(self, other: _Quantized, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """(lines, lines of the other)"""
@@ -210,7 +218,8 @@ class _Weights:
         self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def keeps(self, weight: Tensor) -> bool:
-        return self.entered > 0 and not torch.compiler.is_compiling() and isinstance(weight, nn.Parameter)
+        is_own = isinstance(weight, nn.Parameter) and not isinstance(weight, GatheredWeight)
+        return self.entered > 0 and is_own and not torch.compiler.is_compiling()
 
     def get(self, weight: Tensor, name: str, quantized: Callable[[Tensor], _Kept]) -> _Kept | None:
         """``quantized(weight)`` of this name; None if it is not kept."""
@@ -263,8 +272,8 @@ _WEIGHT = 1  # among the tensors that _Linear.apply is given
 
 
 class _Linear(torch.autograd.Function):
-    """Saves the weight, or its transpose in FP8 if that is kept, and the transpose of the input in FP8, which is all
-    that the gradient of the weight needs."""
+    """Saves the weight, its transpose in FP8 if that is kept, or the weight in FP8 if that has been gathered; and the
+    transpose of the input in FP8, which is all that the gradient of the weight needs."""
 
     generate_vmap_rule = True
 
@@ -276,7 +285,7 @@ class _Linear(torch.autograd.Function):
         recipe_name: str,
         dtype: torch.dtype,
         saves_rows: bool,
-        kept: tuple[_Quantized, _Quantized] | None,
+        kept: tuple[_Quantized, _Quantized | None] | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         recipe = _RECIPES[recipe_name]
         of_weight = recipe.of(weight, recipe.weight) if kept is None else kept[0]
@@ -292,7 +301,8 @@ class _Linear(torch.autograd.Function):
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
         keeps_rows = saves_rows and not _RECIPES[ctx.recipe].quantizes_weight_grad
-        of_weight = (weight, None) if kept is None else kept[1][:2]
+        ctx.saves_transpose = kept is not None and kept[1] is not None
+        of_weight = (weight, None) if kept is None else (kept[1] or kept[0])[:2]
         ctx.save_for_backward(*of_weight, rows if keeps_rows else None, *output[1:])
         ctx.dtype, ctx.weight_dtype = rows.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -321,6 +331,7 @@ class _Linear(torch.autograd.Function):
                 by_columns = recipe.of(weight.t(), recipe.weight)
             else:
                 by_columns = _Quantized(weight, weight_scales, recipe.weight)
+                by_columns = by_columns if ctx.saves_transpose else by_columns.transposed()
             grad_input = of_grad.mm(by_columns, ctx.dtype)
         if of_weight:
             if recipe.quantizes_weight_grad:
@@ -384,7 +395,11 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe:
     saves_rows = weight.requires_grad and torch.is_grad_enabled() and not exports
     rows = input.flatten(0, -2) if input.dim() > 1 else input.unsqueeze(0)
     of = _RECIPES[recipe]
-    kept = _weights.get(weight, recipe, lambda weight: of.both_of(weight, of.weight))
+    kept: tuple[_Quantized, _Quantized | None] | None
+    if isinstance(weight, GatheredWeight) and weight.scaling == of.weight:
+        kept = _Quantized(weight.numbers, weight.scales, weight.scaling), None
+    else:
+        kept = _weights.get(weight, recipe, lambda weight: of.both_of(weight, of.weight))
     out = _Linear.apply(rows, weight, bias, recipe, dtype, saves_rows, kept)[0]
     return out.view(*input.shape[:-1], weight.shape[0])
 
@@ -408,6 +423,7 @@ class ConvertibleLayer(NamedTuple):
     features: tuple[int, int]
     recipes: tuple[str, ...]
     obstacle: str = ""  # why it cannot multiply in FP8
+    is_gathered: bool = False  # FSDP2 gathers its weight in FP8
 
 
 # Tell what a module is for `convert`, None if it is of another kind: of packages that this module cannot import.
@@ -436,10 +452,15 @@ def _description(layer: nn.Module) -> ConvertibleLayer | None:
     ours = hasattr(layer, "fp8") and type(layer).__module__.startswith(f"{__package__}.")
     has_own = not (type(layer) is nn.Linear or ours) or "forward" in vars(layer)
     obstacle = f"a {type(layer).__name__} with a forward of its own" if has_own else ""
-    return ConvertibleLayer((layer.in_features, layer.out_features), RECIPES, obstacle)
+    if any(base.__name__ == "FSDPModule" for base in type(layer).__mro__):
+        obstacle = "convert before fully_shard, which changes the class"
+    features = layer.in_features, layer.out_features
+    return ConvertibleLayer(features, RECIPES, obstacle, is_gathered(layer.weight))
 
 
 def _reason_to_keep(layer: ConvertibleLayer, recipe: str, by_keep: bool, least_features: int) -> str:
+    if layer.is_gathered:
+        return "its weight is gathered in FP8"
     if layer.obstacle:
         return layer.obstacle
     if by_keep:
@@ -499,8 +520,63 @@ def convert(
     return report
 
 
+def gather_weights(model: nn.Module) -> Report:
+    """Makes FSDP2 gather the weights of layers in FP8, in place: half of the bytes of bfloat16, and no quantisation of
+    whole weights on each rank::
+
+        cuda_ext.fp8.convert(model, "tensorwise")
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        print(cuda_ext.fp8.gather_weights(model))
+
+    Each rank quantises its rows of the parameter, from their own precision, before each gather. The results are those
+    of a model that is not sharded, bit for bit, except that mixed precision no longer rounds weights before they are
+    quantised. Recipe ``"tensorwise"`` needs one all-reduce of a number for each gather of a weight; ``"blockwise"``
+    none.
+
+    Call it once, after `fully_shard` and before the first forward. It lasts: sharded models cannot go back.
+
+    Args:
+        model: after `convert` and `fully_shard`.
+
+    Returns:
+        a `Report` of the linear layers in FP8: those whose weights travel in FP8, and those that travel as they did,
+        with the reason: other recipes, whose transposes have scales of their own; rows that the ranks, or blocks of 128
+        rows, do not divide; rows of K elements, K no multiple of 16; weights that are offloaded, shared by several
+        layers, or sharded by more than FSDP2.
+    """
+    report = Report([], {})
+    layers = list(model.named_modules(remove_duplicate=False))
+    users = Counter(id(parameter) for _, layer in layers for parameter in layer.parameters(recurse=False))
+    for name, layer in layers:
+        recipe = getattr(layer, "fp8", None)
+        if recipe is None or not isinstance(layer, nn.Linear) or is_gathered(layer.weight):
+            continue
+        of = _RECIPES[recipe]
+        if reason := reason_not_to_gather(layer.weight, of.weight):
+            report.kept[name] = reason
+        elif users[id(layer.weight)] > 1:
+            report.kept[name] = "shared by several layers"
+        else:
+            of_weight = functools.partial(quantize, scaling=of.weight, power_of_two=of.power_of_two)
+            gather(layer.weight, of.weight, of_weight)
+            report.converted.append(name)
+    return report
+
+
 def revert(model: nn.Module) -> None:
-    """Undoes `convert`, in place."""
+    """Undoes `convert`, in place.
+
+    Raises:
+        RuntimeError: weights are gathered in FP8 (`gather_weights`).
+    """
+    for name, layer in model.named_modules():
+        if is_gathered(getattr(layer, "weight", None)):
+            raise RuntimeError(
+                f"{NAMESPACE}::fp8.revert: expected weights that are gathered as they are, got {name!r}, whose weight "
+                "FSDP2 gathers in FP8; make the model again, and load its state dict"
+            )
     for layer in model.modules():
         if type(layer) is Float8Linear:
             del layer.fp8

@@ -4,7 +4,9 @@ test_record.py rehearse faults of cases."""
 from __future__ import annotations
 
 import os
+import signal
 import time
+from multiprocessing import connection
 
 import pytest
 
@@ -53,6 +55,20 @@ def test_patience_for_the_start_is_not_that_of_a_case(monkeypatch: pytest.Monkey
 
     assert run(2.0) == {"one": "done"}
     assert run(99.0)["one"].startswith("HUNG: no start of a process within 5 s, in <lambda> (test_isolated.py:")
+
+
+def test_a_hang_has_a_place_whatever_the_parent_does_with_sigabrt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pytest, it enables faulthandler; a library may then put its handler away."""
+    monkeypatch.setattr(isolated, "LAST_WORDS", 60.0)
+
+    def parent(pipe: connection.Connection) -> None:
+        signal.signal(signal.SIGABRT, signal.SIG_DFL)
+        pipe.send(texts(isolated.run({"a": ["one"]}, lambda _, case: time.sleep(99), patience=1.0))["one"])
+
+    ours, theirs = isolated.FORK.Pipe()
+    isolated.FORK.Process(target=parent, args=(theirs,)).start()
+    theirs.close()
+    assert ours.recv().startswith("HUNG: no answer within 1 s, in <lambda> (test_isolated.py:")
 
 
 def test_a_process_that_cannot_start() -> None:
