@@ -64,8 +64,10 @@ class tune:
 
     The first launch of a new product runs each of its best-predicted plans some ten to a hundred times, which takes
     milliseconds, and then the fastest of them; later launches run that one. A plan is preferred to the predicted one
-    only if it is at least 2 % faster. Products are distinguished by device, sizes, layouts, dtypes and epilogue. Their
-    operands stay in the L2 cache between the launches if they fit.
+    only if it is at least 2 % faster. Products are distinguished by device, sizes, layouts, dtypes and epilogue, those
+    of FP8 by the kinds of their scales; those of groups by the number of groups, not by their sizes, so that the first
+    ones decide. Their operands stay in the L2 cache between the launches if they fit. `cuda_ext.grouped_mm` and FP8 on
+    mma.sync have one plan for each product, and are not measured.
 
     What was measured stays in use after the block, until `clear`. It is written to a file at the end of the block, and
     read from it at the beginning, so that a product is measured once for a device, driver and build. If it cannot be

@@ -356,7 +356,7 @@ int main() {
   p.a.dtype = p.b.dtype = Dtype::kFloat8E4M3;
   for (const int device : {75, 80, 86, 89, 90, 100, 120, 121}) {
     capability = device;
-    const ScaledGemmChoice choice = choose_scaled_gemm_cuda(p);
+    const ScaledGemmChoice choice = choose_scaled_gemm_cuda(p, {});
     if (choice.kernel == ScaledGemmChoice::Kernel::kNone)
       std::puts(choice.refusal.c_str());
     else

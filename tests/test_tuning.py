@@ -90,6 +90,69 @@ def test_the_plan_says_what_was_measured(arch: str) -> None:
     assert len(seen) >= (6 if sm80 else 8)
 
 
+def scaled_operands(m: int, n: int, k: int, groups: int = 0) -> tuple[list[Any], dict[str, Any]]:
+    """Those of scaled_mm or scaled_grouped_mm, of rows."""
+    a, scale_a = cuda_ext.fp8.quantize(torch.randn(m, k))
+    b, scale_b = cuda_ext.fp8.quantize(torch.randn(max(groups, 1) * n, k))
+    if groups == 0:
+        return [a, b.t(), scale_a, "RowWise", scale_b.t(), "RowWise"], {}
+    ends = torch.arange(1, groups + 1, dtype=torch.int32) * (m // groups)
+    return [a, b.view(groups, n, -1).mT, scale_a, "RowWise", scale_b.view(groups, n), "RowWise"], {"offs": ends}
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("groups", [0, 3])
+def test_scaled_products(groups: int, fast: bool) -> None:
+    """Every plan in turn is declared the fastest, and then runs: more blocks share rows or not, tiles differ."""
+    operands, options = scaled_operands(330, 384, 256, groups)
+    op = cuda_ext.scaled_grouped_mm if groups else cuda_ext.scaled_mm
+    run = lambda: op(*operands, **options, output_dtype=torch.float32, use_fast_accum=fast)  # noqa: E731
+    with testing.emulated("sm_90a", processors=132) as emulation:
+        expected = run()
+        with tuning.tune(keep=False, candidates=2) as tuned:
+            out = run()
+        (product,) = tuned.products
+        assert "330 x 384 x 256 e4m3 of lines, e4m3 of lines, to float32" in product.name
+        assert (", groups 3" in product.name) == (groups > 0) and (", fast" in product.name) == fast
+        torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-2)
+        blocks = set()
+        for config in range(3 if fast else 2):
+            for cluster in (1, 2):
+                torch.ops.cuda_ext._set_measured_gemm(product.name, [config, cluster, 1, 1, False], [1.0, 2.0])
+                before = emulation.counters["blocks"], emulation.counters["wgmma"]
+                torch.testing.assert_close(run(), expected, rtol=2e-3, atol=2e-2)
+                blocks.add((emulation.counters["blocks"] - before[0], emulation.counters["wgmma"] - before[1], cluster))
+        assert len(blocks) == (6 if fast else 4)
+        torch.ops.cuda_ext._set_measured_gemm(product.name, [99, 1, 1, 1, False], [1.0, 2.0])  # is ignored
+        assert run().equal(expected)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_120"])
+def test_scaled_products_that_have_one_plan(arch: str) -> None:
+    operands, options = scaled_operands(40, 48, 64)
+    with testing.emulated(arch), tuning.tune(keep=False) as tuned:
+        cuda_ext.scaled_mm(*operands, **options)
+    assert all("e4m3" not in product.name for product in tuned.products)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_scaled_products_are_added_once(accumulates: bool) -> None:
+    """Every launch of a measurement would add the product to the slot of a gradient."""
+    operands, _ = scaled_operands(64, 128, 256)
+    a, b, scale_a, _, scale_b, _ = operands
+    numbers = torch.randn(64, 128)
+    slot, plain = numbers.clone(), numbers.clone()
+    write = lambda to: torch.ops.cuda_ext.scaled_mm.slot(  # noqa: E731
+        a, b, scale_a, 1, scale_b, 1, weight_slot=to, slot_alpha=1.0, slot_beta=float(accumulates)
+    )
+    with testing.emulated("sm_90a"):
+        write(plain)
+        with tuning.tune(keep=False) as tuned:
+            write(slot)
+    assert len(tuned.products) == 1 and slot.equal(plain)
+    assert (", accumulated" in tuned.products[0].name) == accumulates
+
+
 @pytest.mark.parametrize("numbers", [[99, 1, 1, 1], [0, 7, 1, 1], [0, 1, 1, 31], [4, 1, 8, 1], [-1, 0, 0, 0]])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_an_impossible_plan_is_ignored(arch: str, numbers: list[int]) -> None:

@@ -7,10 +7,10 @@
 
 namespace cuda_ext {
 
-ScaledGemmChoice choose_scaled_gemm_cuda(const ScaledGemmParams& params) {
+ScaledGemmChoice choose_scaled_gemm_cuda(const ScaledGemmParams& params, const Restriction& only) {
   const rt::Device device = rt::describe_device("scaled_gemm");
   return choose_scaled_gemm(params, device, is_built_for_sm89(device.compute_capability) ? "" : kNotBuiltForSm89,
-                            kBuiltForSm90a ? "" : kNotBuiltForSm90a);
+                            kBuiltForSm90a ? "" : kNotBuiltForSm90a, only);
 }
 
 void launch_scaled_gemm_cuda(const ScaledGemmParams& params, const ScaledGemmChoice& choice, void* stream) {

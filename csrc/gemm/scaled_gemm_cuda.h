@@ -6,7 +6,7 @@
 namespace cuda_ext {
 
 // The kernel for the current device, or why there is none.
-ScaledGemmChoice choose_scaled_gemm_cuda(const ScaledGemmParams& params);
+ScaledGemmChoice choose_scaled_gemm_cuda(const ScaledGemmParams& params, const Restriction& only);
 // Launches the product on `stream`, an rt::Stream, as chosen. Its operands are contiguous along k, lines aligned to 16
 // bytes.
 void launch_scaled_gemm_cuda(const ScaledGemmParams& params, const ScaledGemmChoice& choice, void* stream);

@@ -13,6 +13,7 @@ namespace cuda_ext::sm90 {
 struct ScaledChoice {
   ScaledPlan plan;
   std::string refusal;  // why there is none
+  int64_t cost = 0;     // in lines of shared memory, of the busiest SM or of all
 };
 
 inline bool can_store_scaled_by_tma(const ScaledGemmParams& params) {
@@ -35,16 +36,18 @@ constexpr int64_t shared_lines(const ScaledConfig& config, int64_t tiles, int64_
   return tiles * config.block_n + row_blocks * (2 * kRowBlock + config.block_n);
 }
 
-inline bool can_run(const ScaledConfig& config, const ScaledGemmParams& params) {
-  return config.promotes || (params.fast_accum && !params.has_blocks());
+inline bool can_run(int config, const ScaledGemmParams& params, const Restriction& only) {
+  const bool is_allowed = only.config < 0 || only.config == config;
+  return is_allowed && (kScaledConfigs[config].promotes || (params.fast_accum && !params.has_blocks()));
 }
 
 // What the plans of all products have in common.
-inline ScaledPlan plan_columns(const ScaledGemmParams& params, const rt::Device& device, int config) {
+inline ScaledPlan plan_columns(const ScaledGemmParams& params, const rt::Device& device, int config,
+                               const Restriction& only) {
   ScaledPlan plan;
   plan.config = config;
   const int64_t columns = ceil_div(params.n, kScaledConfigs[config].block_n);
-  plan.cluster = columns > 1 && device.num_sms > 1 ? 2 : 1;
+  plan.cluster = columns > 1 && device.num_sms > 1 && only.cluster != 1 ? 2 : 1;
   plan.column_groups = checked_count(ceil_div(columns, plan.cluster), "columns of tiles");
   plan.k_tiles = int(ceil_div(params.k, kScaleBlock));
   plan.tma_store = can_store_scaled_by_tma(params);
@@ -53,7 +56,8 @@ inline ScaledPlan plan_columns(const ScaledGemmParams& params, const rt::Device&
 }
 
 // Of groups of rows. The host does not know them: the plan is for groups of the same size.
-inline ScaledChoice choose_scaled_groups_plan(const ScaledGemmParams& params, const rt::Device& device) {
+inline ScaledChoice choose_scaled_groups_plan(const ScaledGemmParams& params, const rt::Device& device,
+                                              const Restriction& only = {}) {
   ScaledChoice choice{.plan = {}, .refusal = reason_to_refuse(params, device)};
   if (!choice.refusal.empty()) return choice;
   if (params.b.dtype != Dtype::kFloat8E4M3) {
@@ -65,15 +69,14 @@ inline ScaledChoice choose_scaled_groups_plan(const ScaledGemmParams& params, co
     return choice;
   }
   const int64_t rows = ceil_div(params.m, params.groups.count);
-  int64_t least = 0;
   for (int index = 0; index < kNumScaledConfigs; ++index) {
     const ScaledConfig& config = kScaledConfigs[index];
-    if (!can_run(config, params)) continue;
-    ScaledPlan plan = plan_columns(params, device, index);
+    if (!can_run(index, params, only)) continue;
+    ScaledPlan plan = plan_columns(params, device, index, only);
     const int64_t columns = int64_t(plan.column_groups) * plan.cluster;
     const int64_t cost = columns * shared_lines(config, ceil_div(rows, config.block_m), ceil_div(rows, kRowBlock));
-    if (index > 0 && cost > least) continue;  // of equal ones the later, which has more stages
-    least = cost;
+    if (choice.cost > 0 && cost > choice.cost) continue;  // of equal ones the later, which has more stages
+    choice.cost = cost;
     // Each group may have a tile that is not full.
     plan.row_tiles = checked_count(params.m / config.block_m + params.groups.count, "rows of tiles");
     checked_count(int64_t(plan.row_tiles) * plan.column_groups, "tiles of the output");
@@ -81,30 +84,32 @@ inline ScaledChoice choose_scaled_groups_plan(const ScaledGemmParams& params, co
     plan.raster = 1024 / config.block_m;
     choice.plan = plan;
   }
+  if (choice.cost == 0) choice.refusal = "no tile shape fits the restriction";
   return choice;
 }
 
 // Of the configs, the one whose busiest SM takes least. Operands do not matter: those that TMA cannot read are copied.
-inline ScaledChoice choose_scaled_plan(const ScaledGemmParams& params, const rt::Device& device) {
+inline ScaledChoice choose_scaled_plan(const ScaledGemmParams& params, const rt::Device& device,
+                                       const Restriction& only = {}) {
   ScaledChoice choice{.plan = {}, .refusal = reason_to_refuse(params, device)};
   if (!choice.refusal.empty()) return choice;
-  int64_t least = 0;
   for (int index = 0; index < kNumScaledConfigs; ++index) {
     const ScaledConfig& config = kScaledConfigs[index];
-    if (!can_run(config, params)) continue;
-    ScaledPlan plan = plan_columns(params, device, index);
+    if (!can_run(index, params, only)) continue;
+    ScaledPlan plan = plan_columns(params, device, index, only);
     plan.row_tiles = checked_count(ceil_div(params.m, config.block_m), "rows of tiles");
     checked_count(int64_t(plan.row_tiles) * plan.column_groups, "tiles of the output");
     const int64_t waves = ceil_div(plan.items(), std::max(1, device.num_sms / plan.cluster));
     const int64_t cost = waves * shared_lines(config, 1, config.block_m / kRowBlock);
-    if (index > 0 && cost >= least) continue;
-    least = cost;
+    if (choice.cost > 0 && cost >= choice.cost) continue;
+    choice.cost = cost;
     plan.clusters = int(ceil_div(plan.items(), waves));
     // About a square of tiles at once.
     plan.raster = std::min(plan.row_tiles, 2048 / config.block_m);
     plan.columns_vary = params.scale_b.has_blocks && params.scale_b.line_shift == 0;
     choice.plan = plan;
   }
+  if (choice.cost == 0) choice.refusal = "no tile shape fits the restriction";
   return choice;
 }
 

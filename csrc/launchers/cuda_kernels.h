@@ -25,7 +25,7 @@ struct CudaKernels {
   sm90::GemmChoice (*choose_gemm_sm90)(const GemmParams&, Float32Product, const Restriction&);
   sm90::GemmChoice (*choose_grouped)(const GemmParams&);
   rt::Device (*gemm_device)();
-  ScaledGemmChoice (*choose_scaled_gemm)(const ScaledGemmParams&);
+  ScaledGemmChoice (*choose_scaled_gemm)(const ScaledGemmParams&, const Restriction&);
   void (*scaled_gemm)(const ScaledGemmParams&, const ScaledGemmChoice&, void* stream);
   void (*quantize)(const QuantizeParams&, const AllocateWorkspace&, void* stream);
   void (*activation_grad)(const ActivationGradParams&, const AllocateWorkspace&, void* stream);

@@ -124,7 +124,8 @@ Answer plan_scaled(const char* op, const Tensor& a, const Tensor& b, const std::
   std::optional<Answer> answer;
   launch_for(op, [&] {
     const c10::OptionalDeviceGuard guard(named ? c10::optional<at::Device>() : a.device());
-    const ScaledGemmChoice choice = named ? choose_scaled_gemm(params, *named) : kernels->choose_scaled_gemm(params);
+    const ScaledGemmChoice choice =
+        named ? choose_scaled_gemm(params, *named) : kernels->choose_scaled_gemm(params, {});
     if (choice.kernel == ScaledGemmChoice::Kernel::kNone) {
       answer = Answer{"composed", "", choice.refusal, Numbers(), 0};
       return;

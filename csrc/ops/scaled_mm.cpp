@@ -15,6 +15,7 @@
 #include "ops/gemm_composed.h"
 #include "ops/grouped_mm.h"
 #include "ops/scaled_mm.h"
+#include "ops/tuning.h"
 
 namespace cuda_ext {
 
@@ -154,6 +155,18 @@ struct ScaledOperands {
   }
 };
 
+bool has_kernel(const CudaKernels& kernels, const ScaledGemmParams& params) {
+  return kernels.choose_scaled_gemm(params, {}).kernel != ScaledGemmChoice::Kernel::kNone;
+}
+
+void launch_scaled(const char* op, const CudaKernels& kernels, const ScaledGemmParams& params, at::Device device) {
+  const LaunchScope scope(device);
+  const auto launch = [&](const ScaledGemmParams& launched, const Restriction& only) {
+    kernels.scaled_gemm(launched, kernels.choose_scaled_gemm(launched, only), scope.stream());
+  };
+  launch_for(op, [&] { launch(params, tuned_plan(kernels, params, device, launch)); });
+}
+
 // out (M, N) = the product + bias + beta * c, which may be out.
 void multiply_into(const Tensor& out, const ScaledOperands& operands, const OptionalTensor& bias,
                    const OptionalTensor& c, double beta, bool use_fast_accum) {
@@ -174,16 +187,14 @@ void multiply_into(const Tensor& out, const ScaledOperands& operands, const Opti
   params.fast_accum = use_fast_accum;
   params.out = output(out);
   if (kernels == nullptr) return launch_scaled_gemm(params);
-  const ScaledGemmChoice choice = kernels->choose_scaled_gemm(params);
-  if (choice.kernel == ScaledGemmChoice::Kernel::kNone) {
+  if (!has_kernel(*kernels, params)) {
     out.copy_(composed_scaled_mm(a, b, scale_a, scale_b, bias, c, beta));
     return;
   }
   const Tensor lines_of_a = with_aligned_lines(a), lines_of_b = with_aligned_lines(b.t());
   params.a = matrix(lines_of_a);
   params.b = transposed(matrix(lines_of_b));
-  const LaunchScope scope(a.device());
-  launch_for(kOp, [&] { kernels->scaled_gemm(params, choice, scope.stream()); });
+  launch_scaled(kOp, *kernels, params, a.device());
 }
 
 Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t scaling_a, const Tensor& scale_b,
@@ -376,14 +387,11 @@ Tensor scaled_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a
     params.bias = matrix(*bias);
     params.bias_group_stride = bias->stride(0);
   }
-  const ScaledGemmChoice choice = kernels->choose_scaled_gemm(params);
-  if (choice.kernel == ScaledGemmChoice::Kernel::kNone)
-    return composed_grouped(a, b, lines_a, of_groups, scaling_b, ends, bias, type);
+  if (!has_kernel(*kernels, params)) return composed_grouped(a, b, lines_a, of_groups, scaling_b, ends, bias, type);
   const Tensor lines_of_a = with_aligned_lines(a), lines_of_b = lines_of_groups(b);
   params.a = matrix(lines_of_a);
   params.b = transposed(matrix(lines_of_b));
-  const LaunchScope scope(a.device());
-  launch_for(kGrouped, [&] { kernels->scaled_gemm(params, choice, scope.stream()); });
+  launch_scaled(kGrouped, *kernels, params, a.device());
   return out;
 }
 

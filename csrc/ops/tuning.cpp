@@ -34,15 +34,20 @@ const char* name_of(Dtype dtype) {
   return dtype == Dtype::kFloat32 ? "float32" : dtype == Dtype::kFloat16 ? "float16" : "bfloat16";
 }
 
+// The device and the sizes of a product.
+std::string name_of(const rt::Device& device, int64_t m, int64_t n, int64_t k) {
+  return "sm_" + std::to_string(device.compute_capability) + " x " + std::to_string(device.num_sms) + ": " +
+         std::to_string(m) + " x " + std::to_string(n) + " x " + std::to_string(k);
+}
+
 // The device and everything of a product that a plan depends on, but for alignments.
 std::string name_of(const rt::Device& device, const GemmParams& params, Float32Product float32) {
-  std::string name = "sm_" + std::to_string(device.compute_capability) + " x " + std::to_string(device.num_sms) + ": ";
+  std::string name = name_of(device, params.m, params.n, params.k);
   const auto add = [&](bool applies, const std::string& text) {
     if (applies) name += text;
   };
   const auto count = [&](const char* text, int64_t count) { add(count > 1, text + std::to_string(count)); };
-  name += std::to_string(params.m) + " x " + std::to_string(params.n) + " x " + std::to_string(params.k) + " " +
-          name_of(params.a.dtype) + (is_k_major_a(params) ? ", a along k" : ", a along m") +
+  name += std::string(" ") + name_of(params.a.dtype) + (is_k_major_a(params) ? ", a along k" : ", a along m") +
           (is_k_major_b(params) ? ", b along k" : ", b along n");
   count(", batches ", product_of(params.batch_dims, params.batch_sizes));
   count(", summed batches ", product_of(params.reduced_dims, params.reduced_sizes));
@@ -59,6 +64,34 @@ std::string name_of(const rt::Device& device, const GemmParams& params, Float32P
   add(params.bias_grad.data != nullptr, ", bias gradient");
   add(params.batch_invariant, ", batch-invariant");
   return name;
+}
+
+// The same of a scaled product. Groups are told by their number alone: their sizes are on the device.
+std::string name_of(const rt::Device& device, const ScaledGemmParams& params) {
+  std::string name = name_of(device, params.m, params.n, params.k);
+  const auto add = [&](bool applies, const std::string& text) {
+    if (applies) name += text;
+  };
+  const auto scales = [](const Scales& scales) {
+    if (scales.has_blocks) return scales.line_shift > 0 ? "squares" : "blocks";
+    return scales.line_stride == 0 ? "all" : "lines";
+  };
+  const auto format = [](const Operand& operand) { return operand.dtype == Dtype::kFloat8E4M3 ? "e4m3" : "e5m2"; };
+  name += std::string(" ") + format(params.a) + " of " + scales(params.scale_a) + ", " + format(params.b) + " of " +
+          scales(params.scale_b) + ", to " + name_of(params.out.dtype);
+  add(params.groups.count > 0, ", groups " + std::to_string(params.groups.count));
+  add(params.fast_accum, ", fast");
+  add(params.bias.data != nullptr, ", bias");
+  add(params.c.data != nullptr, params.c.data == params.out.data ? ", accumulated" : ", c");
+  return name;
+}
+
+// The first `most`, by the numbers in front of them.
+std::vector<Restriction> best_of(std::vector<std::pair<double, Restriction>> found, int most) {
+  std::stable_sort(found.begin(), found.end(), [](const auto& x, const auto& y) { return x.first < y.first; });
+  std::vector<Restriction> result;
+  for (int i = 0; i < std::min(most, int(found.size())); ++i) result.push_back(found[i].second);
+  return result;
 }
 
 // The best plan of each tile and cluster, the one that is predicted to be the fastest first.
@@ -84,11 +117,24 @@ std::vector<Restriction> candidates_of(const CudaKernels& kernels, const GemmPar
       found.push_back({cycles, {.config = shape, .splits = plan.splits, .sm80 = true}});
     }
   }
-  std::stable_sort(found.begin(), found.end(), [](const auto& x, const auto& y) { return x.first < y.first; });
-  std::vector<Restriction> result;
-  for (int i = 0; i < std::min(most, int(found.size())); ++i) result.push_back(found[i].second);
-  return result;
+  return best_of(std::move(found), most);
 }
+std::vector<Restriction> candidates_of(const CudaKernels& kernels, const ScaledGemmParams& params, int most) {
+  std::vector<std::pair<double, Restriction>> found;  // by predicted cost
+  for (int cluster = 2; cluster >= 1; --cluster)
+    for (int config = 0; config < sm90::kNumScaledConfigs; ++config) {
+      const ScaledGemmChoice choice = kernels.choose_scaled_gemm(params, {.config = config, .cluster = cluster});
+      const sm90::ScaledPlan& plan = choice.plan_sm90;
+      if (choice.kernel == ScaledGemmChoice::Kernel::kSm90 && plan.config == config && plan.cluster == cluster)
+        found.push_back({double(choice.cost), {.config = config, .cluster = cluster}});
+    }
+  return best_of(std::move(found), most);
+}
+
+int64_t elements_of_output(const GemmParams& params) {
+  return params.m * params.n * product_of(params.batch_dims, params.batch_sizes);
+}
+int64_t elements_of_output(const ScaledGemmParams& params) { return params.m * params.n; }
 
 // The time from the call of the constructor to that of `seconds`, of the current stream of a CUDA device. CPU tensors,
 // on which the emulator runs, have the time of the host.
@@ -130,17 +176,18 @@ double seconds_of(at::Device device, c10::function_ref<void()> launch) {
   return least;
 }
 
-Measured measure(const CudaKernels& kernels, GemmParams params, Float32Product float32, at::Device device,
-                 c10::function_ref<void(const GemmParams&, const Restriction&)> launch) {
+// `candidates`: the default first.
+template <class Params>
+Measured measure(const std::vector<Restriction>& candidates, Params params, at::Device device,
+                 c10::function_ref<void(const Params&, const Restriction&)> launch) {
   constexpr double kWorthwhile = 0.98;  // of the time of the default; less would be noise
   Tensor scratch;
   if (params.c.data != nullptr && params.c.data == params.out.data) {  // every launch would add the product again
-    const int64_t size = params.m * params.n * product_of(params.batch_dims, params.batch_sizes);
-    scratch = empty_on(device, {size * size_of(params.out.dtype)}, at::kByte);
+    scratch = empty_on(device, {elements_of_output(params) * size_of(params.out.dtype)}, at::kByte);
     params.c.data = params.out.data = scratch.data_ptr();
   }
   Measured best{};
-  for (const Restriction& only : candidates_of(kernels, params, float32, most_candidates)) {
+  for (const Restriction& only : candidates) {
     const double seconds = seconds_of(device, [&] { launch(params, only); });
     const bool is_default = best.seconds_of_default == 0;
     if (is_default) best.seconds_of_default = seconds;
@@ -166,6 +213,26 @@ void keep(const std::string& name, const Measured& measured) {
 
 }  // namespace
 
+namespace {
+
+// See tuned_plan. `candidates(most)`: the plans to measure.
+template <class Params>
+Restriction plan_of(const std::string& name, const Params& params, at::Device device,
+                    c10::function_ref<std::vector<Restriction>(int)> candidates,
+                    c10::function_ref<void(const Params&, const Restriction&)> launch) {
+  static std::mutex one_at_a_time;  // launches of another thread would take part of the device
+  const std::lock_guard<std::mutex> lock(one_at_a_time);
+  if (const auto known = find(name)) return *known;
+  if (is_capturing(device)) return {};  // the host cannot wait for what is captured
+  const Measured measured = measure(candidates(most_candidates), params, device, launch);
+  keep(name, measured);
+  return measured.plan;
+}
+
+bool measures() { return most_candidates.load(std::memory_order_relaxed) > 0; }
+
+}  // namespace
+
 Restriction measured_plan(const CudaKernels& kernels, const GemmParams& params, Float32Product float32) {
   if (!table_has_plans.load(std::memory_order_relaxed)) return {};
   return find(name_of(kernels.gemm_device(), params, float32)).value_or(Restriction{});
@@ -173,17 +240,21 @@ Restriction measured_plan(const CudaKernels& kernels, const GemmParams& params, 
 
 Restriction tuned_plan(const CudaKernels& kernels, const GemmParams& params, Float32Product float32, at::Device device,
                        c10::function_ref<void(const GemmParams&, const Restriction&)> launch) {
-  const bool measures = most_candidates.load(std::memory_order_relaxed) > 0;
-  if (!measures) return measured_plan(kernels, params, float32);
+  if (!measures()) return measured_plan(kernels, params, float32);
   if (is_empty(params)) return {};
-  static std::mutex one_at_a_time;  // launches of another thread would take part of the device
-  const std::lock_guard<std::mutex> lock(one_at_a_time);
-  const std::string name = name_of(kernels.gemm_device(), params, float32);
-  if (const auto known = find(name)) return *known;
-  if (is_capturing(device)) return {};  // the host cannot wait for what is captured
-  const Measured measured = measure(kernels, params, float32, device, launch);
-  keep(name, measured);
-  return measured.plan;
+  return plan_of<GemmParams>(
+      name_of(kernels.gemm_device(), params, float32), params, device,
+      [&](int most) { return candidates_of(kernels, params, float32, most); }, launch);
+}
+
+Restriction tuned_plan(const CudaKernels& kernels, const ScaledGemmParams& params, at::Device device,
+                       c10::function_ref<void(const ScaledGemmParams&, const Restriction&)> launch) {
+  const auto name = [&] { return name_of(kernels.gemm_device(), params); };
+  if (!measures())
+    return table_has_plans.load(std::memory_order_relaxed) ? find(name()).value_or(Restriction{}) : Restriction{};
+  if (kernels.choose_scaled_gemm(params, {}).kernel != ScaledGemmChoice::Kernel::kSm90) return {};  // it has one plan
+  return plan_of<ScaledGemmParams>(
+      name(), params, device, [&](int most) { return candidates_of(kernels, params, most); }, launch);
 }
 
 namespace {

@@ -14,5 +14,7 @@ Restriction measured_plan(const CudaKernels& kernels, const GemmParams& params, 
 // The same, but while measuring is on, a product that is new is measured first. `launch` runs it, restricted to a plan.
 Restriction tuned_plan(const CudaKernels& kernels, const GemmParams& params, Float32Product float32, at::Device device,
                        c10::function_ref<void(const GemmParams&, const Restriction&)> launch);
+Restriction tuned_plan(const CudaKernels& kernels, const ScaledGemmParams& params, at::Device device,
+                       c10::function_ref<void(const ScaledGemmParams&, const Restriction&)> launch);
 
 }  // namespace cuda_ext
