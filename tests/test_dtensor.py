@@ -155,7 +155,10 @@ def test_passes_of_experts(size: int, workers: Any) -> None:
 @on_ranks(2)
 def passes_of_experts() -> None:
     """Columns stay split; where a row is needed as a whole, ranks exchange it."""
-    combine, gate_backward = torch.ops.cuda_ext.combine_experts, torch.ops.cuda_ext.experts_gate_backward
+    import cuda_ext._rules  # noqa: F401
+    from cuda_ext._load import ops
+
+    combine, gate_backward = ops.combine_experts, ops.experts_gate_backward
     pairs = torch.randperm(6)
     given = {"x": torch.randn(6, 8), "gated": torch.randn(6, 16), "rows": pairs.view(3, 2), "pairs": pairs}
     given["weights"] = torch.rand(3, 2)

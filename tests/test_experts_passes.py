@@ -12,10 +12,12 @@ from test_grouped_mm import random_strides
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import cuda_ext._rules  # noqa: F401
+from cuda_ext._load import ops
 from cuda_ext.testing.references import hidden_of
 
-combine = torch.ops.cuda_ext.combine_experts.default
-gate_backward = torch.ops.cuda_ext.experts_gate_backward.default
+combine = ops.combine_experts.default
+gate_backward = ops.experts_gate_backward.default
 # Parts of a vector, of a warp's 512 bytes, several of them, and rows that are not aligned.
 WIDTHS = (1, 7, 8, 33, 64, 256, 264, 515, 1100)
 
@@ -57,7 +59,7 @@ def assert_within(actual: Tensor, expected: Tensor, bound: Tensor) -> None:
 @pytest.mark.parametrize("n", WIDTHS)
 def test_combination(n: int, top_k: int, dtype: torch.dtype) -> None:
     """Up to the roundings of float32 sums, and one to the dtype. Rows of no token do not matter."""
-    tokens = random.choice((0, 1, 5, 37))
+    tokens = random.choice((1, 5, 37))
     rows = permutation(tokens * top_k + 3)[1][: tokens * top_k].view(tokens, top_k)
     results = torch.full((tokens * top_k + 3, n), float("nan"), dtype=dtype)
     results[rows] = rand(tokens, top_k, n, dtype=dtype, grad=False)
@@ -117,7 +119,7 @@ def gate_case(
 @pytest.mark.parametrize("n", WIDTHS)
 def test_gradient_of_the_gate(n: int, gated: bool, activation: str | None, dtype: torch.dtype) -> None:
     top_k = random.randint(1, 8)
-    rows = top_k * random.choice((0, 1, 7))
+    rows = top_k * random.choice((1, 7))
     tensors, weight = gate_case(rows, n, gated, dtype, top_k)
     grad, product = (t.double() for t in tensors[:2])
     product.requires_grad_()
@@ -165,6 +167,19 @@ def test_integers_through_relu_are_exact() -> None:
     assert found[0].equal(torch.cat([weight * grad * up * (gate > 0), weight * grad * gate.relu()], 1))
     assert found[1].equal(weight * hidden)
     assert found[2].equal((grad * hidden).sum(1)[rows].view(8, 3))
+
+
+def test_sizes_of_zero() -> None:
+    """No tokens, no experts of a token, no columns."""
+    for tokens, top_k, n in ((0, 2, 5), (3, 0, 5), (3, 2, 0)):
+        rows = permutation(tokens * top_k)[1].view(tokens, top_k)
+        assert combine(torch.randn(tokens * top_k, n), rows).equal(torch.zeros(tokens, n))
+        weights, pairs = torch.rand(tokens, top_k), rows.view(-1)
+        options: dict[str, Any] = {"activation": "silu", "gated": True, "output_mask": [True] * 3}
+        tensors = torch.randn(len(pairs), n), torch.randn(len(pairs), 2 * n)
+        grad_product, weighted, grad_weights = gate_backward(*tensors, weights, pairs, **options)
+        assert (grad_product.shape, weighted.shape) == (tensors[1].shape, tensors[0].shape)
+        assert grad_weights.equal(torch.zeros(tokens, top_k)) or n > 0
 
 
 def test_as_ops_of_pytorch() -> None:

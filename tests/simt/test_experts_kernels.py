@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from cuda_ext import testing
+from cuda_ext._load import ops
 
-combine = torch.ops.cuda_ext.combine_experts.default
-gate_backward = torch.ops.cuda_ext.experts_gate_backward.default
+combine = ops.combine_experts.default
+gate_backward = ops.experts_gate_backward.default
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
