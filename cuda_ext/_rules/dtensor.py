@@ -158,6 +158,18 @@ def _grouped_mm(a: Any, b: Any, offs: Any, bias: Any, **options: Any) -> Iterato
         yield [Shard(2)], [REPLICATE, columns, REPLICATE, REPLICATE]
 
 
+def _combine_experts(*args: Any) -> Iterator[Rule]:
+    """Ranks have the same rows."""
+    for place in (Shard(1), PARTIAL):
+        yield [place], [place, REPLICATE, REPLICATE]
+
+
+def _experts_gate_backward(*args: Any, gated: bool, output_mask: int, **options: Any) -> Iterator[Rule]:
+    columns = Shard(1)
+    if not gated:
+        yield _wanted([columns, columns, PARTIAL], output_mask), [columns, columns, REPLICATE, REPLICATE]
+
+
 # FP8: split by lines, whose scales are of one line each; sums are never split, whose scales would differ
 
 
@@ -471,6 +483,8 @@ _register("gemm_forward", partial(_gemm, 2))
 _register("gemm_backward", _gemm_backward)
 _register("activation_backward", _activation_backward)
 _register("grouped_mm", _grouped_mm)
+_register("combine_experts", _combine_experts)
+_register("experts_gate_backward", _experts_gate_backward)
 _register("scaled_mm", _scaled_mm)
 _register("scaled_grouped_mm", _scaled_grouped_mm)
 _register("quantize_fp8", _quantize_fp8)
