@@ -17,6 +17,7 @@ from cuda_ext._expert_parallel import check_share, on_their_ranks
 from cuda_ext._expert_routes import Routes, sort, sum_dtype
 from cuda_ext._grouped_mm import grouped_mm
 from cuda_ext._load import ops
+from cuda_ext._rules.gemm_fakes import needs_preact
 from cuda_ext._slot_write import writes_to_slot
 from cuda_ext.fp8 import EXPERTS_RECIPE, keeps, multiply_groups
 
@@ -123,6 +124,22 @@ class _Mlps(NamedTuple):
             return multiply_groups(rows, matrices, ends, bias, transposed=transposed)
         return grouped_mm(rows, matrices if transposed else matrices.mT, offs=ends, bias=bias)
 
+    def hidden(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """The operand of `w_down`."""
+        activation = self.activation
+        if callable(activation) or self.fp8 is not None:
+            return self.gate()(self.multiply(rows, self.w_up, ends, self.b_up))
+        return grouped_mm(rows, self.w_up.mT, offs=ends, bias=self.b_up, activation=activation, gated=self.gated)
+
+    def hidden_and_product(self, rows: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+        """Also the product with `w_up`, for backward; if the gate's gradient is found from `hidden`, that instead."""
+        if callable(self.activation) or self.fp8 is not None:
+            product = self.multiply(rows, self.w_up, ends, self.b_up)
+            return self.gate()(product), product
+        options = {"activation": self.activation, "gated": self.gated}
+        hidden, product = ops.grouped_mm_forward.default(rows, self.w_up.mT, ends, self.b_up, **options)
+        return hidden, product if needs_preact(self.activation, self.gated) else hidden
+
     def gate(self) -> Gate:
         """From the product with `w_up` to the operand of `w_down`."""
         if callable(self.activation):
@@ -162,13 +179,16 @@ def _compute_here(mlps: _Mlps, tokens: Tensor, ids: Tensor, weights: Tensor) -> 
         if mlps.fp8 is not None:
             raise _expected("fp8=None with a function as activation, forward mode or torch.func: FP8 has no derivative")
         return _compose(mlps, routes, tokens, weights)
+    inputs = tokens, weights, *mlps.tensors()
+    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)):
+        return _compose(mlps, routes, tokens, weights)  # nothing is saved for backward
     return _Experts.apply((mlps.activation, mlps.gated, mlps.fp8), routes, tokens, weights, *mlps.tensors())
 
 
 def _compose(mlps: _Mlps, routes: Routes, tokens: Tensor, weights: Tensor) -> Tensor:
     """The definition, of operations that PyTorch differentiates."""
-    product = mlps.multiply(routes.gather(tokens), mlps.w_up, routes.ends, mlps.b_up)
-    results = mlps.multiply(mlps.gate()(product), mlps.w_down, routes.ends, mlps.b_down)
+    hidden = mlps.hidden(routes.gather(tokens), routes.ends)
+    results = mlps.multiply(hidden, mlps.w_down, routes.ends, mlps.b_down)
     return routes.sum(results, weights)
 
 
@@ -189,8 +209,7 @@ class _Experts(torch.autograd.Function):
         *tensors: Any,
     ) -> Tensor:
         mlps = _Mlps(*options, *tensors)
-        product = mlps.multiply(routes.gather(tokens), mlps.w_up, routes.ends, mlps.b_up)
-        hidden = mlps.gate()(product)
+        hidden, product = mlps.hidden_and_product(routes.gather(tokens), routes.ends)
         results = mlps.multiply(hidden, mlps.w_down, routes.ends, mlps.b_down)
         del hidden
         ctx.options = options

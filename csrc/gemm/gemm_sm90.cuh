@@ -79,7 +79,7 @@ struct Gemm {
   static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
   static constexpr bool kPingPong = config.ping_pong;
   static constexpr bool kSwapped = config.swapped;
-  static constexpr bool kTmaOnly = config.tma_only;       // every epilogue stores by TMA
+  static constexpr bool kTmaOnly = config.tma_only;     // every epilogue stores by TMA
   static constexpr bool kTmaGateUp = !config.tma_only;  // those of gate and up can
   static constexpr int kStages = config.stages;
   static constexpr int kBlockM = config.block_m;

@@ -181,7 +181,8 @@ Answer gemm_plan(const Tensor& a, const Tensor& b, const OptionalTensor& c, cons
     of_name = rt::Device{int(compute_capability), int(num_sms), rt::shared_bytes_of_sm(int(compute_capability))};
   if (is_fp8(a.scalar_type())) return plan_scaled(op, a, b, of_name);
   if (is_given(offs))
-    return plan_grouped(op, a, b, *offs, bias, {parse_activation(op, activation), gated}, save_preact, out_dtype, of_name);
+    return plan_grouped(op, a, b, *offs, bias, {parse_activation(op, activation), gated}, save_preact, out_dtype,
+                        of_name);
   GemmCall call = describe_gemm(op, a, b, c, bias, activation, alpha, beta, out_dtype);
   GemmParams& params = call.params;
   if (gated) {

@@ -280,8 +280,8 @@ Tensor grouped_mm_autocast(const Tensor& a, const Tensor& b, const Tensor& offs,
 
 }  // namespace
 
-#define GROUPED_MM_ARGUMENTS                                                                                  \
-  "(Tensor mat_a, Tensor mat_b, Tensor offs, Tensor? bias=None, *, ScalarType? out_dtype=None, "                \
+#define GROUPED_MM_ARGUMENTS                                                                     \
+  "(Tensor mat_a, Tensor mat_b, Tensor offs, Tensor? bias=None, *, ScalarType? out_dtype=None, " \
   "str? activation=None, bool gated=False)"
 
 TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
