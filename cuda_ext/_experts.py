@@ -18,6 +18,7 @@ from cuda_ext._expert_routes import Routes, sort, sum_dtype
 from cuda_ext._gemm import gemm
 from cuda_ext._grouped_mm import grouped_mm
 from cuda_ext._load import ops
+from cuda_ext._rules.gemm_fakes import needs_preact
 from cuda_ext._slot_write import writes_to_slot
 from cuda_ext.fp8 import EXPERTS_RECIPE, keeps, multiply_groups
 
@@ -133,6 +134,21 @@ class _Mlps(NamedTuple):
             rows = rows.index_select(0, gathered)
         return grouped_mm(rows, matrices if transposed else matrices.mT, offs=ends, bias=bias)
 
+    def hidden(
+        self, rows: Tensor, ends: Tensor, gathered: Tensor | None = None, *, saves: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """The operand of `w_down`; and, if backward `saves` it, what the gradient of the gate is found from: the
+        product with `w_up`, or the operand itself."""
+        if callable(self.activation) or self.fp8 is not None:
+            product = self.multiply(rows, self.w_up, ends, self.b_up, gathered=gathered)
+            return self.gate()(product), product
+        rows = rows if gathered is None else rows.index_select(0, gathered)
+        options: dict[str, Any] = {"activation": self.activation, "gated": self.gated}
+        if not saves:
+            return grouped_mm(rows, self.w_up.mT, offs=ends, bias=self.b_up, **options), None
+        hidden, product = ops.grouped_mm_forward.default(rows, self.w_up.mT, ends, self.b_up, **options)
+        return hidden, product if needs_preact(self.activation, self.gated) else hidden
+
     def gate(self) -> Gate:
         """From the product with `w_up` to the operand of `w_down`."""
         if callable(self.activation):
@@ -172,14 +188,26 @@ def _compute_here(mlps: _Mlps, tokens: Tensor, ids: Tensor, weights: Tensor) -> 
         if mlps.fp8 is not None:
             raise _expected("fp8=None with a function as activation, forward mode or torch.func: FP8 has no derivative")
         return _compose(mlps, routes, tokens, weights)
+    inputs = tokens, weights, *mlps.tensors()
+    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)):
+        return _forward(mlps, routes, tokens, weights)[0]
     return _Experts.apply((mlps.activation, mlps.gated, mlps.fp8), routes, tokens, weights, *mlps.tensors())
 
 
 def _compose(mlps: _Mlps, routes: Routes, tokens: Tensor, weights: Tensor) -> Tensor:
     """The definition, of operations that PyTorch differentiates."""
-    product = mlps.multiply(routes.gather(tokens), mlps.w_up, routes.ends, mlps.b_up)
-    results = mlps.multiply(mlps.gate()(product), mlps.w_down, routes.ends, mlps.b_down)
+    hidden, _ = mlps.hidden(routes.gather(tokens), routes.ends)
+    results = mlps.multiply(hidden, mlps.w_down, routes.ends, mlps.b_down)
     return routes.sum(results, weights)
+
+
+def _forward(
+    mlps: _Mlps, routes: Routes, tokens: Tensor, weights: Tensor, *, saves: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """The same in few passes, without derivatives; and what backward `saves` (_Mlps.hidden)."""
+    hidden, product = mlps.hidden(tokens, routes.ends, routes.token_of_rows(), saves=saves)
+    results = mlps.multiply(hidden, mlps.w_down, routes.ends, mlps.b_down)
+    return routes.combine(results, weights), product
 
 
 # Among the tensors that _Experts.apply is given.
@@ -199,15 +227,12 @@ class _Experts(torch.autograd.Function):
         *tensors: Any,
     ) -> Tensor:
         mlps = _Mlps(*options, *tensors)
-        product = mlps.multiply(tokens, mlps.w_up, routes.ends, mlps.b_up, gathered=routes.token_of_rows())
-        hidden = mlps.gate()(product)
-        results = mlps.multiply(hidden, mlps.w_down, routes.ends, mlps.b_down)
-        del hidden
+        out, product = _forward(mlps, routes, tokens, weights, saves=True)
         ctx.options = options
         # Quantised matrices are kept by parameter, which is not what a checkpoint gives back.
         ctx.parameters = [t if mlps.fp8 is not None and keeps(t) else None for t in (mlps.w_up, mlps.w_down)]
         ctx.save_for_backward(*routes, tokens, weights, *tensors, product)
-        return routes.combine(results, weights)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
