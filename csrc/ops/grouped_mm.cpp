@@ -2,7 +2,9 @@
 // products, too, so that all orders and modes of autograd are the op itself.
 #include "ops/torch_headers.h"
 
+#include <ATen/ops/embedding_dense_backward.h>
 #include <ATen/ops/new_ones.h>
+#include <ATen/ops/where.h>
 
 #include "gemm/grouped_gemm.h"
 #include "ops/gemm_autograd.h"
@@ -19,14 +21,42 @@ Tensor with_contiguous_rows(const Tensor& tensor) {
   return reads ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
+// (T,): the rows of a tensor at these indices, 0 where there is none, on a GPU.
+Tensor rows_at(const Tensor& tensor, const Tensor& indices) {
+  const int64_t rows = tensor.size(0);
+  if (rows == 0) return at::zeros({indices.size(0), tensor.size(1)}, tensor.options());
+  const Tensor exists = indices.ge(0).logical_and_(indices.lt(rows)).unsqueeze(1);
+  return at::where(exists, tensor.index_select(0, indices.clamp(0, rows - 1)), tensor.new_zeros({}));
+}
+
 struct GroupedShape {
   bool cuts_rows;
   int64_t groups, m, n, k;
   Sizes out() const { return cuts_rows ? Sizes{m, n} : Sizes{groups, m, n}; }
 };
 
+void check_indices(const Tensor& indices, const Tensor& a, const GroupedShape& shape) {
+  check_same_device(kOp, "indices", indices, "mat_a", a);
+  CUDA_EXT_CHECK(indices.dim() == 1 && (indices.scalar_type() == at::kInt || indices.scalar_type() == at::kLong), kOp,
+                 "expected indices of shape (T,) and dtype int32 or int64, got ", shape_string(indices), " of ",
+                 dtype_name(indices.scalar_type()));
+  CUDA_EXT_CHECK(shape.cuts_rows || indices.size(0) == shape.k, kOp, "expected ", shape.k,
+                 " indices, one for each term of mat_a ", shape_string(a), ", got ", indices.size(0));
+}
+
+// On the CPU: those of the rows or terms of the groups.
+void check_values_of_indices(const Tensor& indices, const Tensor& ends, int64_t rows) {
+  const int64_t count = ends.numel() == 0 ? 0 : ends.const_data_ptr<int32_t>()[ends.numel() - 1];
+  const Tensor wide = indices.to(at::kLong).contiguous();
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t index = wide.const_data_ptr<int64_t>()[i];
+    CUDA_EXT_CHECK(index >= 0 && index < rows, kOp, "expected indices from 0 to ", rows - 1, ", of the ", rows,
+                   " rows to gather from, got ", index, " at index ", i);
+  }
+}
+
 GroupedShape check_grouped(const Tensor& a, const Tensor& b, const Tensor& offs, const OptionalTensor& bias,
-                           at::ScalarType out_type) {
+                           const OptionalTensor& indices, at::ScalarType out_type) {
   check_same_dtype(kOp, "mat_b", b, "mat_a", a);
   check_same_device(kOp, "mat_b", b, "mat_a", a);
   check_given(kOp, "offs", offs);
@@ -37,8 +67,13 @@ GroupedShape check_grouped(const Tensor& a, const Tensor& b, const Tensor& offs,
   CUDA_EXT_CHECK(a.dim() == 2 && (b.dim() == 2 || b.dim() == 3), kOp,
                  "expected mat_a (T, K) with mat_b (groups, K, N), or mat_a (M, T) with mat_b (T, N), got ",
                  shape_string(a), " and ", shape_string(b));
-  const GroupedShape shape{b.dim() == 3, offs.size(0), a.size(0), b.size(-1), a.size(1)};
-  CUDA_EXT_CHECK(b.size(-2) == shape.k, kOp, "expected mat_b of shape (", shape.cuts_rows ? "groups, " : "", shape.k,
+  GroupedShape shape{b.dim() == 3, offs.size(0), a.size(0), b.size(-1), a.size(1)};
+  if (is_given(indices)) {
+    check_indices(*indices, a, shape);
+    if (shape.cuts_rows) shape.m = indices->size(0);
+  }
+  const bool gathers_b = is_given(indices) && !shape.cuts_rows;
+  CUDA_EXT_CHECK(gathers_b || b.size(-2) == shape.k, kOp, "expected mat_b of shape (", shape.cuts_rows ? "groups, " : "", shape.k,
                  ", N) to match mat_a ", shape_string(a), ", got ", shape_string(b));
   CUDA_EXT_CHECK(!shape.cuts_rows || b.size(0) == shape.groups, kOp, "expected mat_b of ", shape.groups,
                  " matrices, one for each element of offs, got ", shape_string(b));
@@ -66,16 +101,24 @@ void check_group_ends(const char* op, const Tensor& ends, int64_t size) {
 }
 
 GroupedCall describe_grouped(const char* op, const Tensor& given_a, const Tensor& given_b, const Tensor& offs,
-                             const OptionalTensor& bias, OptionalType out_dtype, bool for_gpu) {
+                             const OptionalTensor& bias, const OptionalTensor& indices, OptionalType out_dtype,
+                             bool for_gpu) {
   check_floating(op, "mat_a", given_a);
   const auto type = output_type(op, out_dtype, given_a.scalar_type());
-  const GroupedShape shape = check_grouped(given_a, given_b, offs, bias, type);
-  GroupedCall call{{}, given_a, given_b, offs.to(at::kInt).contiguous(), shape.out(), type};
+  const GroupedShape shape = check_grouped(given_a, given_b, offs, bias, indices, type);
+  GroupedCall call{{}, given_a, given_b, offs.to(at::kInt).contiguous(), {}, shape.out(), type};
+  Tensor& gathered = shape.cuts_rows ? call.a : call.b;
+  if (is_given(indices)) call.indices = indices->to(at::kInt).contiguous();
   if (!for_gpu) {
     check_group_ends(op, call.ends, shape.cuts_rows ? shape.m : shape.k);
+    if (is_given(indices)) check_values_of_indices(*indices, call.ends, gathered.size(0));
   } else {  // rows contiguous along k, or b along n; terms along m and n
-    call.a = shape.cuts_rows ? with_contiguous_rows(given_a) : with_contiguous_rows(given_a.t()).t();
-    call.b = shape.cuts_rows ? with_unit_stride(given_b) : with_contiguous_rows(given_b);
+    if (is_given(indices) && gathered.element_size() > 2) {  // kernels gather 16-bit rows
+      gathered = rows_at(gathered, *indices);
+      call.indices = Tensor();
+    }
+    call.a = shape.cuts_rows ? with_contiguous_rows(call.a) : with_contiguous_rows(call.a.t()).t();
+    call.b = shape.cuts_rows ? with_unit_stride(call.b) : with_contiguous_rows(call.b);
   }
   GemmParams& params = call.params;
   params.m = shape.m;
@@ -92,6 +135,10 @@ GroupedCall describe_grouped(const char* op, const Tensor& given_a, const Tensor
   }
   const auto cut = shape.cuts_rows ? Groups::Cut::kRows : Groups::Cut::kTerms;
   params.groups = {cut, static_cast<const int32_t*>(call.ends.const_data_ptr()), shape.groups};
+  if (call.indices.defined()) {
+    params.groups.indices = static_cast<const int32_t*>(call.indices.const_data_ptr());
+    params.groups.source_rows = gathered.size(0);
+  }
   params.batch_invariant = is_batch_invariant();
   return call;
 }
@@ -99,9 +146,9 @@ GroupedCall describe_grouped(const char* op, const Tensor& given_a, const Tensor
 namespace {
 
 GroupedCall describe(const Tensor& a, const Tensor& b, const Tensor& offs, const OptionalTensor& bias,
-                     OptionalType out_dtype) {
+                     const OptionalTensor& indices, OptionalType out_dtype) {
   check_floating(kOp, "mat_a", a);
-  return describe_grouped(kOp, a, b, offs, bias, out_dtype, cuda_kernels(kOp, a.device()) != nullptr);
+  return describe_grouped(kOp, a, b, offs, bias, indices, out_dtype, cuda_kernels(kOp, a.device()) != nullptr);
 }
 
 void run_grouped(GroupedCall& call, const Tensor& out) {
@@ -115,8 +162,8 @@ void run_grouped(GroupedCall& call, const Tensor& out) {
 }
 
 Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs, const OptionalTensor& bias,
-                  OptionalType out_dtype) {
-  GroupedCall call = describe(a, b, offs, bias, out_dtype);
+                  const OptionalTensor& indices, OptionalType out_dtype) {
+  GroupedCall call = describe(a, b, offs, bias, indices, out_dtype);
   const Tensor out = empty_beside(a, call.sizes, call.type);
   run_grouped(call, out);
   return out;
@@ -124,11 +171,11 @@ Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs, const Op
 
 // The gradient of the matrices of all groups, into its slot (ops/gradient_slots.h): slot = alpha * product +
 // beta * slot.
-void grouped_mm_slot(const Tensor& a, const Tensor& b, const Tensor& offs, const Tensor& slot, double alpha,
-                     double beta) {
+void grouped_mm_slot(const Tensor& a, const Tensor& b, const Tensor& offs, const OptionalTensor& indices,
+                     const Tensor& slot, double alpha, double beta) {
   check_given(kOp, "weight_slot", slot);
   const auto sum_type = accumulation_type(slot.scalar_type());
-  GroupedCall call = describe(a, b, offs, {}, beta == 0 ? slot.scalar_type() : sum_type);
+  GroupedCall call = describe(a, b, offs, {}, indices, beta == 0 ? slot.scalar_type() : sum_type);
   check_same_device(kOp, "weight_slot", slot, "mat_a", a);
   CUDA_EXT_CHECK(slot.sizes() == at::IntArrayRef(call.sizes) && slot.is_contiguous(), kOp,
                  "expected weight_slot contiguous and of shape ", shape_string(call.sizes), ", got shape ",
@@ -143,9 +190,9 @@ void grouped_mm_slot(const Tensor& a, const Tensor& b, const Tensor& offs, const
 }  // namespace
 
 Tensor call_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs, const OptionalTensor& bias,
-                       OptionalType out_dtype) {
+                       OptionalType out_dtype, const OptionalTensor& indices) {
   static const auto op = find_op<decltype(grouped_mm)>(CUDA_EXT_OP("grouped_mm"));
-  return op.call(a, b, offs, bias, out_dtype);
+  return op.call(a, b, offs, bias, indices, out_dtype);
 }
 
 namespace {
@@ -156,6 +203,13 @@ Tensor sum_of_groups(const Tensor& rows, const Tensor& offs, at::ScalarType type
   return call_grouped_mm(ones, rows, offs, {}, accumulation_type(rows.scalar_type())).squeeze(1).to(type);
 }
 
+// (sources, K): for each source the sum of the rows with its index, in their order; of rows (T, K), and indices (T,).
+Tensor sum_by_index(const Tensor& rows, const Tensor& indices, const c10::SymInt& sources, at::ScalarType type) {
+  const c10::Scalar last(sources);  // one more, of rows that have none
+  const Tensor known = indices.masked_fill(indices.lt(0).logical_or(indices.ge(last)), last);
+  return at::embedding_dense_backward_symint(rows, known, sources + 1, -1, false).narrow_symint(0, 0, sources).to(type);
+}
+
 }  // namespace
 
 // The autograd node. Its name shows in profiles and as grad_fn, so it is outside of the anonymous namespace.
@@ -163,23 +217,35 @@ struct GroupedMmBackward : torch::autograd::Function<GroupedMmBackward> {
   static constexpr const char* kNodeName = CUDA_EXT_OP("GroupedMmBackward");
 
   static variable_list backward(AutogradContext* ctx, variable_list& grads) {
-    variable_list result(4);
+    variable_list result(5);
     if (!grads[0].defined()) return result;
     const auto saved = ctx->get_saved_variables();
-    const Tensor &a = saved[0], &b = saved[1], &offs = saved[2], &bias = saved[3];
-    const Tensor grad = grads[0].to(a.scalar_type());
+    const Tensor &a = saved[0], &b = saved[1], &offs = saved[2], &bias = saved[3], &indices = saved[4];
+    const auto type = a.scalar_type();
+    const Tensor grad = grads[0].to(type);
+    const bool gathers = indices.defined();
+    const OptionalType type_of_rows = gathers ? OptionalType(accumulation_type(type)) : OptionalType();
+    // Of rows that were gathered, their sum where they came from.
+    const auto of_source = [&](const Tensor& rows, const Tensor& source) {
+      return gathers ? sum_by_index(rows, indices, source.sym_size(0), type) : rows;
+    };
     if (b.dim() == 3) {
-      if (ctx->needs_input_grad(0)) result[0] = call_grouped_mm(grad, b.transpose(-2, -1), offs);
+      if (ctx->needs_input_grad(0))
+        result[0] = of_source(call_grouped_mm(grad, b.transpose(-2, -1), offs, {}, type_of_rows), a);
       if (ctx->needs_input_grad(1)) {
         // In the memory order of b, which is often the transpose of a parameter, whose gradient is then not copied.
-        const bool transposed = b.sym_stride(-2).maybe_as_int() == 1 && b.sym_stride(-1).maybe_as_int() != 1;
-        result[1] =
-            transposed ? call_grouped_mm(grad.t(), a, offs).transpose(-2, -1) : call_grouped_mm(a.t(), grad, offs);
+        // Rows of a that are gathered have to be the right operand.
+        const bool transposed =
+            gathers || (b.sym_stride(-2).maybe_as_int() == 1 && b.sym_stride(-1).maybe_as_int() != 1);
+        result[1] = transposed ? call_grouped_mm(grad.t(), a, offs, {}, {}, indices).transpose(-2, -1)
+                               : call_grouped_mm(a.t(), grad, offs);
       }
       if (bias.defined() && ctx->needs_input_grad(3)) result[3] = sum_of_groups(grad, offs, bias.scalar_type());
     } else {
-      if (ctx->needs_input_grad(0)) result[0] = call_grouped_mm(b, grad.transpose(-2, -1), offs).t();
-      if (ctx->needs_input_grad(1)) result[1] = call_grouped_mm(a.t(), grad, offs);
+      if (ctx->needs_input_grad(0))
+        result[0] = call_grouped_mm(b, grad.transpose(-2, -1), offs, {}, {}, indices).t();
+      if (ctx->needs_input_grad(1))
+        result[1] = of_source(call_grouped_mm(a.t(), grad, offs, {}, type_of_rows), b);
     }
     return result;
   }
@@ -187,36 +253,37 @@ struct GroupedMmBackward : torch::autograd::Function<GroupedMmBackward> {
 
 namespace {
 
-Tensor tangent(const Tensor& a, const Tensor& b, const Tensor& offs, const OptionalTensor& bias, at::ScalarType type) {
+Tensor tangent(const Tensor& a, const Tensor& b, const Tensor& offs, const OptionalTensor& bias,
+               const OptionalTensor& indices, at::ScalarType type) {
   Tensor sum;
   const auto add = [&](const Tensor& term) { sum = sum.defined() ? sum + term : term; };
-  if (const Tensor t = tangent_of(a); t.defined()) add(call_grouped_mm(t, primal(b), offs, {}, type));
-  if (const Tensor t = tangent_of(b); t.defined()) add(call_grouped_mm(primal(a), t, offs, {}, type));
+  if (const Tensor t = tangent_of(a); t.defined()) add(call_grouped_mm(t, primal(b), offs, {}, type, indices));
+  if (const Tensor t = tangent_of(b); t.defined()) add(call_grouped_mm(primal(a), t, offs, {}, type, indices));
   if (const Tensor t = tangent_of(bias); t.defined())  // the rows of each group, of sums without terms
-    add(call_grouped_mm(primal(a).narrow(1, 0, 0), primal(b).narrow(1, 0, 0), offs, t, type));
+    add(call_grouped_mm(primal(a).narrow(1, 0, 0), primal(b).narrow(1, 0, 0), offs, t, type, indices));
   return sum;
 }
 
 Tensor grouped_mm_autograd(const Tensor& a, const Tensor& b, const Tensor& offs, const OptionalTensor& bias,
-                           OptionalType out_dtype) {
+                           const OptionalTensor& indices, OptionalType out_dtype) {
   const Derivatives wanted = derivatives_of(a, b, bias);
   const Tensor out = [&] {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return call_grouped_mm(a, b, offs, bias, out_dtype);
+    return call_grouped_mm(a, b, offs, bias, out_dtype, indices);
   }();
   if (wanted.reverse) {
-    const auto node = make_node<GroupedMmBackward>(a, b, offs, bias);
-    attach_node(node, {a, b, offs, value_or_empty(bias)}, out);
+    const auto node = make_node<GroupedMmBackward>(a, b, offs, bias, indices);
+    attach_node(node, {a, b, offs, value_or_empty(bias), value_or_empty(indices)}, out);
   }
-  if (wanted.forward) set_tangent(out, tangent(a, b, offs, bias, out.scalar_type()));
+  if (wanted.forward) set_tangent(out, tangent(a, b, offs, bias, indices, out.scalar_type()));
   return out;
 }
 
 template <c10::DeviceType device>
 Tensor grouped_mm_autocast(const Tensor& a, const Tensor& b, const Tensor& offs, const OptionalTensor& bias,
-                           OptionalType out_dtype) {
+                           const OptionalTensor& indices, OptionalType out_dtype) {
   const Autocast cast(device);
-  return call_grouped_mm(cast(a), cast(b), offs, cast(bias), out_dtype);
+  return call_grouped_mm(cast(a), cast(b), offs, cast(bias), out_dtype, indices);
 }
 
 }  // namespace
@@ -224,11 +291,12 @@ Tensor grouped_mm_autocast(const Tensor& a, const Tensor& b, const Tensor& offs,
 TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout};
   m.def(
-      "grouped_mm(Tensor mat_a, Tensor mat_b, Tensor offs, Tensor? bias=None, *, ScalarType? out_dtype=None) -> Tensor",
+      "grouped_mm(Tensor mat_a, Tensor mat_b, Tensor offs, Tensor? bias=None, Tensor? indices=None, *, "
+      "ScalarType? out_dtype=None) -> Tensor",
       tags);
   m.def(
-      "grouped_mm.slot(Tensor mat_a, Tensor mat_b, Tensor offs, *, Tensor(a!) weight_slot, float slot_alpha, "
-      "float slot_beta) -> ()",
+      "grouped_mm.slot(Tensor mat_a, Tensor mat_b, Tensor offs, Tensor? indices=None, *, Tensor(a!) weight_slot, "
+      "float slot_alpha, float slot_beta) -> ()",
       tags);
   register_layout_errors(m, {"grouped_mm", "grouped_mm.slot"});
 }

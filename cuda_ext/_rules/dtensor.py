@@ -147,15 +147,15 @@ def _gemm_backward(grad: Any, a: Any, b: Any, bias: Any, *, output_mask: int, **
     yield rule([REPLICATE] * 3, PARTIAL, [PARTIAL] * 4)
 
 
-def _grouped_mm(a: Any, b: Any, offs: Any, bias: Any, **options: Any) -> Iterator[Rule]:
+def _grouped_mm(a: Any, b: Any, offs: Any, bias: Any, indices: Any, **options: Any) -> Iterator[Rule]:
     """Ranks have the same groups: rows of tokens cannot be split, because a rank would need ends of its own."""
     columns = Shard(b.ndim - 1)
     if b.ndim == 3:
-        yield [Shard(1)], [REPLICATE, columns, REPLICATE, Shard(1)]
-        yield [PARTIAL], [Shard(1), Shard(1), REPLICATE, PARTIAL]
+        yield [Shard(1)], [REPLICATE, columns, REPLICATE, Shard(1), REPLICATE]
+        yield [PARTIAL], [Shard(1), Shard(1), REPLICATE, PARTIAL, REPLICATE]
     else:
-        yield [Shard(1)], [Shard(0), REPLICATE, REPLICATE, REPLICATE]
-        yield [Shard(2)], [REPLICATE, columns, REPLICATE, REPLICATE]
+        yield [Shard(1)], [Shard(0), REPLICATE, REPLICATE, REPLICATE, REPLICATE]
+        yield [Shard(2)], [REPLICATE, columns, REPLICATE, REPLICATE, REPLICATE]
 
 
 # FP8: split by lines, whose scales are of one line each; sums are never split, whose scales would differ

@@ -231,6 +231,7 @@ def _(
     mat_b: Tensor,
     offs: Tensor,
     bias: Tensor | None = None,
+    indices: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -238,7 +239,7 @@ def _(
     check_floating(op, "mat_a", mat_a)
     dtype = _output_dtype(op, out_dtype, mat_a)
     check_same_dtype(op, "mat_b", mat_b, "mat_a", mat_a)
-    check_same_device(op, "mat_a", mat_a, mat_b=mat_b, offs=offs, bias=bias)
+    check_same_device(op, "mat_a", mat_a, mat_b=mat_b, offs=offs, bias=bias, indices=indices)
     check(
         offs.dim() == 1 and offs.dtype in (torch.int32, torch.int64),
         op,
@@ -252,7 +253,21 @@ def _(
     )
     cuts_rows, groups = mat_b.dim() == 3, offs.shape[0]
     expected = f"expected mat_b of shape ({'groups, ' if cuts_rows else ''}{mat_a.shape[1]}, N) to match mat_a "
-    check(mat_b.shape[-2] == mat_a.shape[1], op, f"{expected}{shape_of(mat_a)}, got {shape_of(mat_b)}")
+    rows = mat_a.shape[0]
+    if indices is not None:
+        check(
+            indices.dim() == 1 and indices.dtype in (torch.int32, torch.int64),
+            op,
+            f"expected indices of shape (T,) and dtype int32 or int64, got {shape_of(indices)} of "
+            f"{dtype_name(indices.dtype)}",
+        )
+    if indices is not None and cuts_rows:
+        rows = indices.shape[0]
+    elif indices is not None:
+        wanted = f"expected {mat_a.shape[1]} indices, one for each term of mat_a {shape_of(mat_a)}"
+        check(indices.shape[0] == mat_a.shape[1], op, f"{wanted}, got {indices.shape[0]}")
+    if indices is None or cuts_rows:
+        check(mat_b.shape[-2] == mat_a.shape[1], op, f"{expected}{shape_of(mat_a)}, got {shape_of(mat_b)}")
     if cuts_rows:
         check(
             mat_b.shape[0] == groups,
@@ -267,7 +282,7 @@ def _(
             op,
             f"expected bias of dtype {dtype_name(mat_a.dtype)} or {dtype_name(dtype)}, got {dtype_name(bias.dtype)}",
         )
-    size = [mat_a.shape[0], mat_b.shape[-1]] if cuts_rows else [groups, mat_a.shape[0], mat_b.shape[-1]]
+    size = [rows, mat_b.shape[-1]] if cuts_rows else [groups, mat_a.shape[0], mat_b.shape[-1]]
     return mat_a.new_empty(size, dtype=dtype)
 
 
