@@ -33,7 +33,8 @@ class Routes(NamedTuple):
         return copies[self.token_of_rows(), self.pairs % top_k]
 
     def token_of_rows(self) -> Tensor:
-        return self.pairs.div(self.rows.shape[1], rounding_mode="floor")
+        """(rows,), int32."""
+        return self.pairs.div(self.rows.shape[1], rounding_mode="floor").int()
 
     def sum(self, results: Tensor, weights: Tensor | None = None) -> Tensor:
         """(tokens, K): the sum of each token's rows, weighted if there are weights (tokens, k), in their order."""

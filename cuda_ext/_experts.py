@@ -130,9 +130,7 @@ class _Mlps(NamedTuple):
         itself; with `gathered` of ``rows[gathered]``, without a derivative."""
         if self.fp8 is not None:
             return multiply_groups(rows, matrices, ends, bias, transposed=transposed, gathered=gathered)
-        if gathered is not None:
-            rows = rows.index_select(0, gathered)
-        return grouped_mm(rows, matrices if transposed else matrices.mT, offs=ends, bias=bias)
+        return grouped_mm(rows, matrices if transposed else matrices.mT, offs=ends, indices=gathered, bias=bias)
 
     def hidden(
         self, rows: Tensor, ends: Tensor, gathered: Tensor | None = None, *, saves: bool = False
@@ -142,11 +140,10 @@ class _Mlps(NamedTuple):
         if callable(self.activation) or self.fp8 is not None:
             product = self.multiply(rows, self.w_up, ends, self.b_up, gathered=gathered)
             return self.gate()(product), product
-        rows = rows if gathered is None else rows.index_select(0, gathered)
         options: dict[str, Any] = {"activation": self.activation, "gated": self.gated}
         if not saves:
-            return grouped_mm(rows, self.w_up.mT, offs=ends, bias=self.b_up, **options), None
-        hidden, product = ops.grouped_mm_forward.default(rows, self.w_up.mT, ends, self.b_up, **options)
+            return grouped_mm(rows, self.w_up.mT, offs=ends, indices=gathered, bias=self.b_up, **options), None
+        hidden, product = ops.grouped_mm_forward.default(rows, self.w_up.mT, ends, self.b_up, gathered, **options)
         return hidden, product if needs_preact(self.activation, self.gated) else hidden
 
     def gate(self) -> Gate:
@@ -300,21 +297,21 @@ def _gradients(
     del weighted_hidden
     gradients[4] = _sums(grad_product, ends) if for_b_up else None
     if for_up:
-        rows = tokens.index_select(0, token_of_rows)
-        gradients[2] = _matrices_gradient(grad_product, rows, ends, mlps.w_up, _UP)
-        del rows
+        gradients[2] = _matrices_gradient(grad_product, tokens, ends, mlps.w_up, _UP, gathered=token_of_rows)
     if for_tokens:
         gradients[0] = routes.combine(mlps.multiply(grad_product, mlps.w_up, ends, transposed=True))
     return gradients
 
 
-def _matrices_gradient(grad: Tensor, rows: Tensor, ends: Tensor, matrices: Tensor, input: int) -> Tensor | None:
-    """(experts, N, K) of grad (rows, N) and rows (rows, K), in the dtype of the matrices, which are input `input` of
-    the autograd function; None if it went to their slot."""
-    if writes_to_slot(input, grad, ops.grouped_mm.slot, grad.t(), rows, ends):
+def _matrices_gradient(
+    grad: Tensor, rows: Tensor, ends: Tensor, matrices: Tensor, input: int, *, gathered: Tensor | None = None
+) -> Tensor | None:
+    """(experts, N, K) of grad (rows, N) and rows (rows, K), or ``rows[gathered]``, in the dtype of the matrices, which
+    are input `input` of the autograd function; None if it went to their slot."""
+    if writes_to_slot(input, grad, ops.grouped_mm.slot, grad.t(), rows, ends, gathered):
         return None
     dtype = None if matrices.dtype == rows.dtype else matrices.dtype
-    return grouped_mm(grad.t(), rows, offs=ends, out_dtype=dtype)
+    return grouped_mm(grad.t(), rows, offs=ends, indices=gathered, out_dtype=dtype)
 
 
 def _sums(rows: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:

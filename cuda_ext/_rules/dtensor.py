@@ -153,6 +153,7 @@ def _grouped_mm(
     b: Any,
     offs: Any,
     bias: Any,
+    indices: Any,
     *,
     activation: str | None = None,
     gated: bool = False,
@@ -165,12 +166,12 @@ def _grouped_mm(
         return [place, place if needs_preact(activation, gated) else REPLICATE][:results]
 
     if b.ndim == 2:
-        yield out(Shard(1)), [Shard(0), REPLICATE, REPLICATE, REPLICATE]
-        yield out(Shard(2)), [REPLICATE, columns, REPLICATE, REPLICATE]
+        yield out(Shard(1)), [Shard(0), REPLICATE, REPLICATE, REPLICATE, REPLICATE]
+        yield out(Shard(2)), [REPLICATE, columns, REPLICATE, REPLICATE, REPLICATE]
     elif not gated:
-        yield out(Shard(1)), [REPLICATE, columns, REPLICATE, Shard(1)]
+        yield out(Shard(1)), [REPLICATE, columns, REPLICATE, Shard(1), REPLICATE]
         if activation is None:
-            yield out(PARTIAL), [Shard(1), Shard(1), REPLICATE, PARTIAL]
+            yield out(PARTIAL), [Shard(1), Shard(1), REPLICATE, PARTIAL, REPLICATE]
 
 
 def _combine_experts(*args: Any) -> Iterator[Rule]:
