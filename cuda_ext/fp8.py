@@ -7,7 +7,8 @@
 
 An operand is quantised with its scales just before a product, always from its own precision; for the product that
 sums over the rows its transpose is quantised, so that scales are constant along the sum. Parameters, gradients,
-optimizer and state dicts stay as they are.
+optimizer and state dicts stay as they are. Elements are rounded to nearest; with `stochastic_gradients`, those of
+gradients at random.
 
 Recipes:
 

@@ -33,8 +33,10 @@ def hidden(x: Tensor, activation: str | None, gated: bool) -> Tensor:
 
 
 def bits(tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """So that NaNs can be compared."""
-    return [each.view(torch.uint8) if each.element_size() == 1 else each for each in tensors]
+    """Of NaN 0x7f: its sign says nothing."""
+    numbers = [each for each in tensors if each.element_size() == 1]
+    own = [torch.where(each.float().isnan(), 0x7F, each.view(torch.uint8)) for each in numbers]
+    return [*own, *(each for each in tensors if each.element_size() > 1)]
 
 
 def backends() -> list[Any]:

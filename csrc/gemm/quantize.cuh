@@ -1,6 +1,8 @@
 // Conversion to FP8 with scales: a matrix and its transpose, from one read if scales are of blocks, else from two.
 //
 // Problem        QuantizeParams in quantize.h.
+// Elements       Those of the input, or of an activation of it, perhaps times a gate's other half, as they are loaded.
+// Rounding       To nearest, or by random words: four adjacent elements of a line share a counter of Philox.
 // Passes         Scales of blocks depend on one tile: one kernel computes them and converts. Scales of whole lines, or
 //                of all: a first kernel reduces the magnitudes of each tile into `maxima`, a second one converts.
 // Tile           128 x 128 elements. A thread has 8 rows and 8 columns: a half-warp loads 16 vectors of a row, which
@@ -139,7 +141,8 @@ struct ThreadTile {
   // As many rows at a time as have registers for gate and up.
   static constexpr int kFunctionRows = sizeof(In) == 4 ? kOwn / 2 : kOwn;
 
-  // kFunctionRows rows, from `first` on, of the function of what vector(begin of a part of the tile, row, vector) loads.
+  // kFunctionRows rows, from `first` on, of the function of what vector(begin of a part of the tile, row, vector)
+  // loads.
   template <class Vector>
   static DEVICE void load_function(const QuantizedFunction& function, const In* from, int first, const Vector& vector,
                                    float (&x)[kOwn][kOwn]) {
