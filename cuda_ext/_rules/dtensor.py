@@ -38,8 +38,8 @@ _dispatcher = DTensor._op_dispatcher
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
-def _register(name: str, rule: Callable[..., Iterator[Rule]]) -> None:
-    op = getattr(ops, name).default  # the slot overloads are never called with tensor subclasses
+def _register(name: str, rule: Callable[..., Iterator[Rule]], overload: str = "default") -> None:
+    op = getattr(getattr(ops, name), overload)  # the slot overloads are never called with tensor subclasses
     if "output_mask" in str(op._schema):
         op = _with_hashable_mask(op)
     register_sharding(op)(partial(_placements, op, rule))
@@ -221,6 +221,7 @@ def _scaled_grouped_mm(
 
 
 def _quantize_fp8(input: Any, dtype: torch.dtype, scaling: int, power_of_two: bool, **options: Any) -> Iterator[Rule]:
+    """Also of an activation."""
     if scaling in BY_ROWS:
         yield [Shard(0), Shard(0)], [Shard(0), None, None, None]
 
@@ -228,6 +229,14 @@ def _quantize_fp8(input: Any, dtype: torch.dtype, scaling: int, power_of_two: bo
 def _quantize_fp8_both(*args: Any, **options: Any) -> Iterator[Rule]:
     """The scales of the transpose are of whole columns."""
     yield from ()
+
+
+def _refuse_stochastic(*args: Any, **options: Any) -> Iterator[Rule]:
+    raise NotImplementedError(
+        f"{NAMESPACE}::quantize_fp8: expected stochastic=False for DTensors, got True: ranks would draw numbers that "
+        "differ between replicas, or repeat between shards; call it on local tensors (to_local)"
+    )
+    yield
 
 
 # linear, gated_linear
@@ -506,6 +515,10 @@ _register("scaled_mm", _scaled_mm)
 _register("scaled_grouped_mm", _scaled_grouped_mm)
 _register("quantize_fp8", _quantize_fp8)
 _register("quantize_fp8_both", _quantize_fp8_both)
+_register("quantize_fp8", _quantize_fp8, "activation")
+_register("quantize_fp8_both", _quantize_fp8_both, "activation")
+_register("quantize_fp8", _refuse_stochastic, "stochastic")
+_register("quantize_fp8_both", _refuse_stochastic, "stochastic")
 _register("linear_backward", _linear_backward)
 _register("mlp_hidden_backward", _mlp_hidden_backward)
 for _prefix, _gated in (("", False), ("gated_", True)):
