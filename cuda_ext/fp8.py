@@ -227,8 +227,7 @@ def multiply_groups(
     recipe = _RECIPES[EXPERTS_RECIPE]
     data, scales, scaling = recipe.of(rows, recipe.tokens)
     if gathered is not None:
-        data = data.view(torch.uint8).index_select(0, gathered).view(data.dtype)
-        scales = scales.index_select(0, gathered)
+        data, scales = ops.gather_fp8.default(data, gathered), scales.index_select(0, gathered)
     name = f"{EXPERTS_RECIPE}, {'transposed' if transposed else 'as it is'}"
 
     def quantized(matrices: Tensor) -> tuple[Tensor, Tensor]:
