@@ -376,7 +376,7 @@ def scaled_cases(large: bool) -> Iterator[Case]:
 
 
 def grouped(rows: list[int], n: int, k: int, dtype: torch.dtype, layout: str, rest: int = 0) -> Results:
-    """Products of groups of rows, the gradient of the rows, and that of the matrices."""
+    """Products of groups of rows, the gradient of the rows, and that of the matrices; a gate, and what it saves."""
     offs = torch.tensor(rows).cumsum(0).to(torch.int32)
     a = torch.randn(sum(rows) + rest, k, dtype=dtype)
     b = torch.randn(len(rows), *((n, k) if layout == "nt" else (k, n)), dtype=dtype).mul_(k**-0.5)
@@ -384,8 +384,12 @@ def grouped(rows: list[int], n: int, k: int, dtype: torch.dtype, layout: str, re
     grad = torch.randn(len(a), n, dtype=dtype)
     run = partial(cuda_ext.grouped_mm, offs=offs)
     exact = partial(testing.reference_grouped_mm, offs=offs)
+    half = b[..., : n // 16 * 16]  # gate and up, of whole units of TMA
+    gated, product = torch.ops.cuda_ext.grouped_mm_forward(a, half, offs, activation="silu", gated=True)
     return {
         "out": (run(a, b, bias=bias), exact(a, b, bias=bias)),
+        "gated": (gated, exact(a, half, activation="silu", gated=True)),
+        "product": (product, exact(a, half)),
         "gradient of the rows": (run(grad, b.mT), exact(grad, b.mT)),
         "gradient of the matrices": (run(a.t(), grad), exact(a.t(), grad)),
     } | again(run, a, b)
