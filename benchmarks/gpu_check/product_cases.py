@@ -344,10 +344,14 @@ def grouped(rows: list[int], n: int, k: int, dtype: torch.dtype, layout: str, re
     grad = torch.randn(len(a), n, dtype=dtype)
     run = partial(cuda_ext.grouped_mm, offs=offs)
     exact = partial(testing.reference_grouped_mm, offs=offs)
+    indices = torch.randint(0, len(a), (len(a),))
+    copies = a[indices]
     return {
         "out": (run(a, b, bias=bias), exact(a, b, bias=bias)),
         "gradient of the rows": (run(grad, b.mT), exact(grad, b.mT)),
         "gradient of the matrices": (run(a.t(), grad), exact(a.t(), grad)),
+        "gathered rows": (run(a, b, bias=bias, indices=indices), exact(copies, b, bias=bias)),
+        "gathered terms": (run(grad.t(), a, indices=indices), exact(grad.t(), copies)),
     } | again(run, a, b)
 
 
