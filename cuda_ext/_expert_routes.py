@@ -17,6 +17,10 @@ class Routes(NamedTuple):
     rows: Tensor  # (tokens, k): the row of each pair
     ends: Tensor  # (experts,), int32: the end of the rows of each expert
 
+    def tokens(self) -> Tensor:
+        """(rows,): the token of each row."""
+        return self.pairs.div(self.rows.shape[1], rounding_mode="floor")
+
     def gather(self, tokens: Tensor) -> Tensor:
         """(rows, K): the token of each row.
 
@@ -24,7 +28,7 @@ class Routes(NamedTuple):
         """
         top_k = self.rows.shape[1]
         copies = tokens.unsqueeze(1).expand(-1, top_k, -1)
-        return copies[self.pairs.div(top_k, rounding_mode="floor"), self.pairs % top_k]
+        return copies[self.tokens(), self.pairs % top_k]
 
     def sum(self, results: Tensor, weights: Tensor | None = None) -> Tensor:
         """(tokens, K): the sum of each token's rows, weighted if there are weights (tokens, k), in their order."""

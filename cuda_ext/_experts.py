@@ -123,6 +123,12 @@ class _Mlps(NamedTuple):
             return multiply_groups(rows, matrices, ends, bias, transposed=transposed)
         return grouped_mm(rows, matrices if transposed else matrices.mT, offs=ends, bias=bias)
 
+    def multiply_tokens(self, tokens: Tensor, routes: Routes) -> Tensor:
+        """The product of the token of each row with `w_up`. FP8 converts rows, which are copied."""
+        if self.fp8 is not None:
+            return self.multiply(routes.gather(tokens), self.w_up, routes.ends, self.b_up)
+        return grouped_mm(tokens, self.w_up.mT, offs=routes.ends, indices=routes.tokens(), bias=self.b_up)
+
     def gate(self) -> Gate:
         """From the product with `w_up` to the operand of `w_down`."""
         if callable(self.activation):
@@ -189,7 +195,7 @@ class _Experts(torch.autograd.Function):
         *tensors: Any,
     ) -> Tensor:
         mlps = _Mlps(*options, *tensors)
-        product = mlps.multiply(routes.gather(tokens), mlps.w_up, routes.ends, mlps.b_up)
+        product = mlps.multiply_tokens(tokens, routes)
         hidden = mlps.gate()(product)
         results = mlps.multiply(hidden, mlps.w_down, routes.ends, mlps.b_down)
         del hidden
@@ -257,19 +263,21 @@ def _gradients(
     del grad_hidden, gate_gradient
     gradients[4] = _sums(grad_product, ends) if for_b_up else None
     if for_up:
-        gradients[2] = _matrices_gradient(grad_product, routes.gather(tokens), ends, mlps.w_up, _UP)
+        gradients[2] = _matrices_gradient(grad_product, tokens, ends, mlps.w_up, _UP, routes.tokens())
     if for_tokens:
         gradients[0] = routes.sum(mlps.multiply(grad_product, mlps.w_up, ends, transposed=True))
     return gradients
 
 
-def _matrices_gradient(grad: Tensor, rows: Tensor, ends: Tensor, matrices: Tensor, input: int) -> Tensor | None:
-    """(experts, N, K) of grad (rows, N) and rows (rows, K), in the dtype of the matrices, which are input `input` of
-    the autograd function; None if it went to their slot."""
-    if writes_to_slot(input, grad, ops.grouped_mm.slot, grad.t(), rows, ends):
+def _matrices_gradient(
+    grad: Tensor, rows: Tensor, ends: Tensor, matrices: Tensor, input: int, indices: Tensor | None = None
+) -> Tensor | None:
+    """(experts, N, K) of grad (rows, N) and rows (rows, K), or those at the indices, in the dtype of the matrices, which
+    are input `input` of the autograd function; None if it went to their slot."""
+    if writes_to_slot(input, grad, ops.grouped_mm.slot, grad.t(), rows, ends, indices):
         return None
     dtype = None if matrices.dtype == rows.dtype else matrices.dtype
-    return grouped_mm(grad.t(), rows, offs=ends, out_dtype=dtype)
+    return grouped_mm(grad.t(), rows, offs=ends, indices=indices, out_dtype=dtype)
 
 
 def _sums(rows: Tensor, ends: Tensor) -> Tensor:
