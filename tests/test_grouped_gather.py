@@ -51,7 +51,8 @@ def case(form: str, dtype: torch.dtype, make: Any) -> tuple[dict[str, Tensor], d
     if form == "2d x 3d" and random.random() < 0.5:
         tensors["bias"] = make(groups, n, dtype=dtype)
     kind = random.choice((torch.int32, torch.int64))
-    indices = torch.randint(0, sources, (t,)) if random.random() < 0.7 else torch.randperm(max(sources, t))[:t] % sources
+    repeats = random.random() < 0.7
+    indices = torch.randint(0, sources, (t,)) if repeats else torch.randperm(max(sources, t))[:t] % sources
     return tensors, options, indices.to(kind)
 
 
@@ -117,7 +118,7 @@ def test_indices_out_of_range(form: str, dtype: torch.dtype, backend: str) -> No
     for at, index in zip(bad, (-1, sources, 2**31 - 1, -(2**31)), strict=True):
         indices[at] = index
     if backend == "cpu":
-        with pytest.raises(RuntimeError, match="expected indices from 0 to 49, of the 50 rows .*, got -1 at index 0"):
+        with pytest.raises(RuntimeError, match=r"expected indices from 0 to 49, of the 50 rows .*, got -1 at index 0"):
             grouped_mm(**tensors, offs=offs, indices=indices)
         return
     safe = indices.clone()
@@ -226,7 +227,8 @@ def test_autocast_flops_and_plans() -> None:
     assert counter.get_total_flops() == 2 * 6 * 5 * 3
     meta: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
     a, b = torch.empty(8192, 4096, **meta), torch.empty(64, 4096, 1024, **meta)
-    offs, indices = torch.empty(64, dtype=torch.int32, device="meta"), torch.empty(65536, dtype=torch.int64, device="meta")
+    offs = torch.empty(64, dtype=torch.int32, device="meta")
+    indices = torch.empty(65536, dtype=torch.int64, device="meta")
     plan = gemm_plan(a, b, offs=offs, indices=indices, device="h200")
     assert (plan.m, plan.n, plan.k, plan.kernel, plan.copies, plan.cluster) == (65536, 1024, 4096, "sm_90", "", 2)
     grad = torch.empty(65536, 1024, **meta)
@@ -242,11 +244,17 @@ def test_autocast_flops_and_plans() -> None:
     [
         ({"indices": torch.zeros(6)}, r"expected indices of shape \(T,\) and dtype int32 or int64, got .* of float32"),
         ({"indices": torch.zeros(2, 3, dtype=torch.int64)}, r"expected indices of shape \(T,\) .*, got \(2, 3\)"),
-        ({"indices": torch.zeros(6, dtype=torch.int64, device="meta")}, "expected indices on device cpu to match mat_a"),
+        (
+            {"indices": torch.zeros(6, dtype=torch.int64, device="meta")},
+            "expected indices on device cpu to match mat_a",
+        ),
         ({"indices": torch.tensor([0, 4, 0, 0, 0, 0])}, "from 0 to 3, of the 4 rows to gather from, got 4 at index 1"),
         ({"indices": torch.tensor([0, 2**32, 0, 0, 0, 0])}, "got 4294967296 at index 1"),
         ({"indices": torch.zeros(4, dtype=torch.int64)}, "expected offs to be ends .* at most 4, got 5"),
-        ({"mat_a": rand(2, 6), "mat_b": rand(9, 4), "indices": torch.zeros(5, dtype=torch.int64)}, "expected 6 indices"),
+        (
+            {"mat_a": rand(2, 6), "mat_b": rand(9, 4), "indices": torch.zeros(5, dtype=torch.int64)},
+            "expected 6 indices",
+        ),
         ({"mat_a": rand(3, 2, 3), "offs": None}, "expected no indices for matrices of all groups"),
     ],
 )

@@ -175,8 +175,9 @@ Answer plan_grouped(const char* op, const Tensor& a, const Tensor& b, const Tens
 // `k_blocks` and `splits`: as in Restriction, for wgmma.
 Answer gemm_plan(const Tensor& a, const Tensor& b, const OptionalTensor& c, const OptionalTensor& bias,
                  const OptionalTensor& residual, const OptionalTensor& offs, const OptionalTensor& indices,
-                 ActivationName activation, double alpha, double beta, OptionalType out_dtype, bool gated, bool save_preact, int64_t compute_capability,
-                 int64_t num_sms, int64_t config, int64_t cluster, int64_t k_blocks, int64_t splits) {
+                 ActivationName activation, double alpha, double beta, OptionalType out_dtype, bool gated,
+                 bool save_preact, int64_t compute_capability, int64_t num_sms, int64_t config, int64_t cluster,
+                 int64_t k_blocks, int64_t splits) {
   constexpr const char* op = "gemm_plan";
   check_given(op, "a", a);
   check_given(op, "b", b);
@@ -241,8 +242,9 @@ Answer gemm_plan(const Tensor& a, const Tensor& b, const OptionalTensor& c, cons
 TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   m.def(
       "_gemm_plan(Tensor a, Tensor b, Tensor? c, Tensor? bias, Tensor? residual, Tensor? offs, Tensor? indices, "
-      "str? activation, float alpha, float beta, ScalarType? out_dtype, bool gated, bool save_preact, int compute_capability, "
-      "int num_sms, int config=-1, int cluster=0, int k_blocks=0, int splits=0) -> (str, str, str, Dict(str, int), "
+      "str? activation, float alpha, float beta, ScalarType? out_dtype, bool gated, bool save_preact, "
+      "int compute_capability, int num_sms, int config=-1, int cluster=0, int k_blocks=0, int splits=0) -> (str, str, "
+      "str, Dict(str, int), "
       "float)",
       cuda_ext::gemm_plan);
 }

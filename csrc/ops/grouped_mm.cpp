@@ -73,8 +73,9 @@ GroupedShape check_grouped(const Tensor& a, const Tensor& b, const Tensor& offs,
     if (shape.cuts_rows) shape.m = indices->size(0);
   }
   const bool gathers_b = is_given(indices) && !shape.cuts_rows;
-  CUDA_EXT_CHECK(gathers_b || b.size(-2) == shape.k, kOp, "expected mat_b of shape (", shape.cuts_rows ? "groups, " : "", shape.k,
-                 ", N) to match mat_a ", shape_string(a), ", got ", shape_string(b));
+  CUDA_EXT_CHECK(gathers_b || b.size(-2) == shape.k, kOp, "expected mat_b of shape (",
+                 shape.cuts_rows ? "groups, " : "", shape.k, ", N) to match mat_a ", shape_string(a), ", got ",
+                 shape_string(b));
   CUDA_EXT_CHECK(!shape.cuts_rows || b.size(0) == shape.groups, kOp, "expected mat_b of ", shape.groups,
                  " matrices, one for each element of offs, got ", shape_string(b));
   if (is_given(bias)) {
@@ -242,10 +243,8 @@ struct GroupedMmBackward : torch::autograd::Function<GroupedMmBackward> {
       }
       if (bias.defined() && ctx->needs_input_grad(3)) result[3] = sum_of_groups(grad, offs, bias.scalar_type());
     } else {
-      if (ctx->needs_input_grad(0))
-        result[0] = call_grouped_mm(b, grad.transpose(-2, -1), offs, {}, {}, indices).t();
-      if (ctx->needs_input_grad(1))
-        result[1] = of_source(call_grouped_mm(a.t(), grad, offs, {}, type_of_rows), b);
+      if (ctx->needs_input_grad(0)) result[0] = call_grouped_mm(b, grad.transpose(-2, -1), offs, {}, {}, indices).t();
+      if (ctx->needs_input_grad(1)) result[1] = of_source(call_grouped_mm(a.t(), grad, offs, {}, type_of_rows), b);
     }
     return result;
   }
