@@ -386,12 +386,16 @@ def grouped(rows: list[int], n: int, k: int, dtype: torch.dtype, layout: str, re
     exact = partial(testing.reference_grouped_mm, offs=offs)
     half = b[..., : n // 16 * 16]  # gate and up, of whole units of TMA
     gated, product = torch.ops.cuda_ext.grouped_mm_forward(a, half, offs, activation="silu", gated=True)
+    indices = torch.randint(0, len(a), (len(a),))
+    copies = a[indices]
     return {
         "out": (run(a, b, bias=bias), exact(a, b, bias=bias)),
         "gated": (gated, exact(a, half, activation="silu", gated=True)),
         "product": (product, exact(a, half)),
         "gradient of the rows": (run(grad, b.mT), exact(grad, b.mT)),
         "gradient of the matrices": (run(a.t(), grad), exact(a.t(), grad)),
+        "gathered rows": (run(a, b, bias=bias, indices=indices), exact(copies, b, bias=bias)),
+        "gathered terms": (run(grad.t(), a, indices=indices), exact(grad.t(), copies)),
     } | again(run, a, b)
 
 
