@@ -272,8 +272,8 @@ def _gradients(
 def _matrices_gradient(
     grad: Tensor, rows: Tensor, ends: Tensor, matrices: Tensor, input: int, indices: Tensor | None = None
 ) -> Tensor | None:
-    """(experts, N, K) of grad (rows, N) and rows (rows, K), or those at the indices, in the dtype of the matrices; these
-    are input `input` of the autograd function. None if it went to their slot."""
+    """(experts, N, K) of grad (rows, N) and rows (rows, K), or those at the indices, in the dtype of the matrices,
+    which are input `input` of the autograd function; None if it went to their slot."""
     if writes_to_slot(input, grad, ops.grouped_mm.slot, grad.t(), rows, ends, indices):
         return None
     dtype = None if matrices.dtype == rows.dtype else matrices.dtype

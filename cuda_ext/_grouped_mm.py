@@ -42,13 +42,13 @@ def grouped_mm(
     decrease give undefined values in rows of several groups. float64 there is composed of PyTorch's
     products, after a copy of `offs` to the host.
 
-    **Gathered rows.** With `indices` the first form reads row ``indices[t]`` of `mat_a` ``(S, K)``, for any S, where it
-    would read row t: it is ``grouped_mm(mat_a[indices], ...)`` without the copy of T rows. The second form reads rows of
-    `mat_b` ``(S, N)`` so, and the third columns of `mat_b` ``(K, S)``. Indices may repeat and come in any order. On a GPU
-    those out of range give rows of zeros; on a CPU, where those of the groups are checked, they are an error. GPU kernels
-    gather float16 and bfloat16; rows of other dtypes are copied first. A CPU copies up to 1,024 rows of a group at a
-    time (in the second form all terms of a group). Backward gathers, too: the gradient of `mat_b` is the second form.
-    That of `mat_a` is the sum of what was computed for each of its rows, in float32
+    **Gathered rows.** With `indices` the first form reads row ``indices[t]`` of `mat_a` ``(S, K)``, for any S, where
+    it would read row t: it is ``grouped_mm(mat_a[indices], ...)`` without the copy of T rows. The second form reads
+    rows of `mat_b` ``(S, N)`` so, and the third columns of `mat_b` ``(K, S)``. Indices may repeat and come in any
+    order. On a GPU those out of range give rows of zeros; on a CPU, where those of the groups are checked, they are
+    an error. GPU kernels gather float16 and bfloat16; rows of other dtypes are copied first. A CPU copies up to 1,024
+    rows of a group at a time (in the second form all terms of a group). Backward gathers, too: the gradient of
+    `mat_b` is the second form. That of `mat_a` is the sum of what was computed for each of its rows, in float32
     (`torch.ops.aten.embedding_dense_backward`): the same bits in each call, unless a compiler replaces that operation
     with one that is not deterministic.
 
