@@ -1,4 +1,8 @@
-"""The way of tokens to the rows of the products of experts, and of the results back to the tokens."""
+"""The way of tokens to the rows of the products of experts, and of the results back to the tokens.
+
+`gather` and `sum` are PyTorch's operations, which have derivatives; `token_of_rows` and `combine` do the same where
+none are taken.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from cuda_ext._load import ops
 
 __all__ = ["Routes", "sort", "sum_dtype"]
 
@@ -24,7 +30,10 @@ class Routes(NamedTuple):
         """
         top_k = self.rows.shape[1]
         copies = tokens.unsqueeze(1).expand(-1, top_k, -1)
-        return copies[self.pairs.div(top_k, rounding_mode="floor"), self.pairs % top_k]
+        return copies[self.token_of_rows(), self.pairs % top_k]
+
+    def token_of_rows(self) -> Tensor:
+        return self.pairs.div(self.rows.shape[1], rounding_mode="floor")
 
     def sum(self, results: Tensor, weights: Tensor | None = None) -> Tensor:
         """(tokens, K): the sum of each token's rows, weighted if there are weights (tokens, k), in their order."""
@@ -40,14 +49,16 @@ class Routes(NamedTuple):
         assert total is not None
         return total if dtype == results.dtype else total.to(results.dtype)
 
-    def expert_of_rows(self) -> Tensor:
-        """For rows that are not served, the last expert."""
-        experts = torch.bucketize(torch.arange(len(self.pairs), device=self.pairs.device), self.ends, right=True)
-        return experts.clamp_(max=len(self.ends) - 1)
+    def combine(self, results: Tensor, weights: Tensor | None = None) -> Tensor:
+        """`sum` in one pass over the results."""
+        combined: Tensor = ops.combine_experts.default(results, self.rows, weights)
+        return combined
 
-    def are_served(self) -> Tensor:
-        """Of rows: whether their expert is here."""
-        return torch.arange(len(self.pairs), device=self.pairs.device) < self.ends[-1]
+    def of_experts(self, values: Tensor) -> Tensor:
+        """(tokens, k): of `values` (tokens, experts) those of each token's experts; 0 for experts that are not here."""
+        experts = torch.bucketize(self.rows, self.ends, right=True)
+        is_here = experts < len(self.ends)
+        return values.gather(1, experts.where(is_here, 0)).where(is_here, 0.0)
 
 
 def sort(ids: Tensor, experts: int) -> Routes:

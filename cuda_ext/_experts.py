@@ -15,8 +15,10 @@ from cuda_ext._activations import ACTIVATIONS, NAMES, listed
 from cuda_ext._checks import autocasts, dtype_name, expected, shape_of
 from cuda_ext._expert_parallel import check_share, on_their_ranks
 from cuda_ext._expert_routes import Routes, sort, sum_dtype
+from cuda_ext._gemm import gemm
 from cuda_ext._grouped_mm import grouped_mm
 from cuda_ext._load import ops
+from cuda_ext._rules.gemm_fakes import needs_preact
 from cuda_ext._slot_write import writes_to_slot
 from cuda_ext.fp8 import EXPERTS_RECIPE, keeps, multiply_groups
 
@@ -115,13 +117,37 @@ class _Mlps(NamedTuple):
         return _Mlps(self.activation, self.gated, self.fp8, *tensors)
 
     def multiply(
-        self, rows: Tensor, matrices: Tensor, ends: Tensor, bias: Tensor | None = None, *, transposed: bool = False
+        self,
+        rows: Tensor,
+        matrices: Tensor,
+        ends: Tensor,
+        bias: Tensor | None = None,
+        *,
+        transposed: bool = False,
+        gathered: Tensor | None = None,
     ) -> Tensor:
         """The rows of each expert times its transposed matrix, of (experts, N, K); with `transposed` the matrix
-        itself."""
+        itself; with `gathered` of ``rows[gathered]``, without a derivative."""
         if self.fp8 is not None:
-            return multiply_groups(rows, matrices, ends, bias, transposed=transposed)
+            return multiply_groups(rows, matrices, ends, bias, transposed=transposed, gathered=gathered)
+        if gathered is not None:
+            rows = rows.index_select(0, gathered)
         return grouped_mm(rows, matrices if transposed else matrices.mT, offs=ends, bias=bias)
+
+    def hidden(
+        self, rows: Tensor, ends: Tensor, gathered: Tensor | None = None, *, saves: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """The operand of `w_down`; and, if backward `saves` it, what the gradient of the gate is found from: the
+        product with `w_up`, or the operand itself."""
+        if callable(self.activation) or self.fp8 is not None:
+            product = self.multiply(rows, self.w_up, ends, self.b_up, gathered=gathered)
+            return self.gate()(product), product
+        rows = rows if gathered is None else rows.index_select(0, gathered)
+        options: dict[str, Any] = {"activation": self.activation, "gated": self.gated}
+        if not saves:
+            return grouped_mm(rows, self.w_up.mT, offs=ends, bias=self.b_up, **options), None
+        hidden, product = ops.grouped_mm_forward.default(rows, self.w_up.mT, ends, self.b_up, **options)
+        return hidden, product if needs_preact(self.activation, self.gated) else hidden
 
     def gate(self) -> Gate:
         """From the product with `w_up` to the operand of `w_down`."""
@@ -162,14 +188,26 @@ def _compute_here(mlps: _Mlps, tokens: Tensor, ids: Tensor, weights: Tensor) -> 
         if mlps.fp8 is not None:
             raise _expected("fp8=None with a function as activation, forward mode or torch.func: FP8 has no derivative")
         return _compose(mlps, routes, tokens, weights)
+    inputs = tokens, weights, *mlps.tensors()
+    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)):
+        return _forward(mlps, routes, tokens, weights)[0]
     return _Experts.apply((mlps.activation, mlps.gated, mlps.fp8), routes, tokens, weights, *mlps.tensors())
 
 
 def _compose(mlps: _Mlps, routes: Routes, tokens: Tensor, weights: Tensor) -> Tensor:
     """The definition, of operations that PyTorch differentiates."""
-    product = mlps.multiply(routes.gather(tokens), mlps.w_up, routes.ends, mlps.b_up)
-    results = mlps.multiply(mlps.gate()(product), mlps.w_down, routes.ends, mlps.b_down)
+    hidden, _ = mlps.hidden(routes.gather(tokens), routes.ends)
+    results = mlps.multiply(hidden, mlps.w_down, routes.ends, mlps.b_down)
     return routes.sum(results, weights)
+
+
+def _forward(
+    mlps: _Mlps, routes: Routes, tokens: Tensor, weights: Tensor, *, saves: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """The same in few passes, without derivatives; and what backward `saves` (_Mlps.hidden)."""
+    hidden, product = mlps.hidden(tokens, routes.ends, routes.token_of_rows(), saves=saves)
+    results = mlps.multiply(hidden, mlps.w_down, routes.ends, mlps.b_down)
+    return routes.combine(results, weights), product
 
 
 # Among the tensors that _Experts.apply is given.
@@ -189,15 +227,12 @@ class _Experts(torch.autograd.Function):
         *tensors: Any,
     ) -> Tensor:
         mlps = _Mlps(*options, *tensors)
-        product = mlps.multiply(routes.gather(tokens), mlps.w_up, routes.ends, mlps.b_up)
-        hidden = mlps.gate()(product)
-        results = mlps.multiply(hidden, mlps.w_down, routes.ends, mlps.b_down)
-        del hidden
+        out, product = _forward(mlps, routes, tokens, weights, saves=True)
         ctx.options = options
         # Quantised matrices are kept by parameter, which is not what a checkpoint gives back.
         ctx.parameters = [t if mlps.fp8 is not None and keeps(t) else None for t in (mlps.w_up, mlps.w_down)]
         ctx.save_for_backward(*routes, tokens, weights, *tensors, product)
-        return routes.sum(results, weights)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -236,30 +271,40 @@ def _gradients(
 ) -> list[Tensor | None]:
     for_tokens, for_weights, for_up, for_down, for_b_up, for_b_down = needed
     ends = routes.ends
-    grad_rows = routes.gather(grad)  # of the results, but for the weights
-    weight_of_rows = weights.reshape(-1)[routes.pairs].unsqueeze(1)
-    hidden, gate_gradient = torch.func.vjp(mlps.gate(), product)  # type: ignore[misc]
-    grad_hidden = mlps.multiply(grad_rows, mlps.w_down, ends, transposed=True)  # but for the weights
+    token_of_rows = routes.token_of_rows()
+    # The gradients of a token's results are that of their sum, but for the weights.
+    grad_hidden = mlps.multiply(grad, mlps.w_down, ends, transposed=True, gathered=token_of_rows)
+    grad_product, weighted_hidden, grad_weights = ops.experts_gate_backward.default(
+        grad_hidden,
+        product,
+        weights,
+        routes.pairs,
+        activation=mlps.activation,
+        gated=mlps.gated,
+        output_mask=(for_tokens or for_up or for_b_up, for_down, for_weights),
+    )
+    del grad_hidden
     gradients: list[Tensor | None] = [None] * 6
     if for_weights:
-        of_rows = _dot(grad_hidden, hidden)
         if mlps.b_down is not None:
-            of_bias = _dot(grad_rows, mlps.b_down[routes.expert_of_rows()])
-            of_rows = of_rows + of_bias.where(routes.are_served(), 0.0)
-        gradients[1] = of_rows[routes.rows].to(weights.dtype)
+            of_bias = gemm(grad, mlps.b_down.to(grad.dtype).t(), out_dtype=sum_dtype(grad))
+            grad_weights = grad_weights + routes.of_experts(of_bias)
+        gradients[1] = grad_weights.to(weights.dtype)
     if for_down or for_b_down:
-        weighted = (grad_rows * weight_of_rows).to(grad.dtype)
-        gradients[3] = _matrices_gradient(weighted, hidden, ends, mlps.w_down, _DOWN) if for_down else None
-        gradients[5] = _sums(weighted, ends) if for_b_down else None
-        del weighted
-    del hidden, grad_rows
-    (grad_product,) = gate_gradient((grad_hidden * weight_of_rows).to(grad.dtype))
-    del grad_hidden, gate_gradient
+        grad_rows = grad.index_select(0, token_of_rows)
+        if for_down:
+            gradients[3] = _matrices_gradient(grad_rows, weighted_hidden, ends, mlps.w_down, _DOWN)
+        if for_b_down:
+            gradients[5] = _sums(grad_rows, ends, weights.reshape(-1)[routes.pairs])
+        del grad_rows
+    del weighted_hidden
     gradients[4] = _sums(grad_product, ends) if for_b_up else None
     if for_up:
-        gradients[2] = _matrices_gradient(grad_product, routes.gather(tokens), ends, mlps.w_up, _UP)
+        rows = tokens.index_select(0, token_of_rows)
+        gradients[2] = _matrices_gradient(grad_product, rows, ends, mlps.w_up, _UP)
+        del rows
     if for_tokens:
-        gradients[0] = routes.sum(mlps.multiply(grad_product, mlps.w_up, ends, transposed=True))
+        gradients[0] = routes.combine(mlps.multiply(grad_product, mlps.w_up, ends, transposed=True))
     return gradients
 
 
@@ -272,13 +317,10 @@ def _matrices_gradient(grad: Tensor, rows: Tensor, ends: Tensor, matrices: Tenso
     return grouped_mm(grad.t(), rows, offs=ends, out_dtype=dtype)
 
 
-def _sums(rows: Tensor, ends: Tensor) -> Tensor:
-    """(experts, N): the sum of the rows of each expert."""
-    return grouped_mm(rows.new_ones(1, len(rows)), rows, offs=ends).squeeze(1)
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return (a.to(sum_dtype(a)) * b).sum(1)
+def _sums(rows: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
+    """(experts, N): the sum of the rows of each expert, weighted if there are weights (rows,)."""
+    left = rows.new_ones(1, len(rows)) if weights is None else weights.to(rows.dtype).unsqueeze(0)
+    return grouped_mm(left, rows, offs=ends).squeeze(1)
 
 
 def _is_transformed() -> bool:

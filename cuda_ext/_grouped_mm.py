@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,8 +25,11 @@ def grouped_mm(
     offs: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    activation: str | None = None,
+    gated: bool = False,
 ) -> Tensor:
-    """A product for each group: `torch.nn.functional.grouped_mm`, for any sizes, strides and dtypes of `cuda_ext.gemm`.
+    """A product for each group: `torch.nn.functional.grouped_mm`, for any sizes, strides and dtypes of `cuda_ext.gemm`,
+    with its activations or a gate in the epilogue.
 
     Group ``g`` has ``[offs[g - 1], offs[g])`` of a dim of length ``T``, the first from 0 on. Groups may be empty. Four
     forms:
@@ -42,7 +47,8 @@ def grouped_mm(
     products, after a copy of `offs` to the host.
 
     Differentiable to any order in reverse and forward mode: derivatives are grouped products, too. Rows of no group
-    have a gradient of 0.
+    have a gradient of 0. For backward an activation saves what it saves in `cuda_ext.gemm`; a gate the product,
+    ``(T, 2N)``.
 
     Args:
         mat_a, mat_b: float32, float16, bfloat16 or float64, both the same. On a GPU operands whose rows (in the second
@@ -51,6 +57,10 @@ def grouped_mm(
         bias: ``(groups, N)``, added to the rows of each group; not in the second and third form. Dtype of `mat_a` or of
             the output.
         out_dtype: float32, float16 or bfloat16; default the dtype of `mat_a`. float64 only for float64 inputs.
+        activation: a name that `cuda_ext.gemm` takes, applied after the bias; default none; not in the second form.
+            Rows after the last group stay 0.
+        gated: in the first and fourth form: `mat_b` is ``(groups, K, 2N)``, the columns of the gate first, and `bias`
+            ``(groups, 2N)``; the result, of N columns, is ``activation(gate) * up``, as in `cuda_ext.gated_linear`.
 
     Returns:
         as above; rounded once from the accumulator, which is float32 (float64 for float64). In the third form
@@ -61,14 +71,26 @@ def grouped_mm(
         NotImplementedError: CUDA tensors, if no CUDA kernel is built.
     """
     sizes = f"mat_a {shape_of(mat_a)} and mat_b {shape_of(mat_b)}"
+    epilogue = {"out_dtype": out_dtype, "activation": activation, "gated": gated}
     if mat_a.dim() == 3 and mat_b.dim() == 3:
         if offs is not None:
             raise RuntimeError(f"{_NAME}: expected no offs for matrices of all groups, got {sizes}")
-        return gemm(mat_a, mat_b, None if bias is None else bias.unsqueeze(1), out_dtype=out_dtype)
+        if gated:
+            return _gated_bmm(mat_a, mat_b, bias, epilogue)
+        c = None if bias is None else bias.unsqueeze(1)
+        return gemm(mat_a, mat_b, c, out_dtype=out_dtype, activation=activation)
     if offs is None:
         raise RuntimeError(f"{_NAME}: expected offs, the ends of the groups, for {sizes}")
     if mat_a.dim() == 3 and mat_b.dim() == 2:
-        if bias is not None:
-            raise RuntimeError(f"{_NAME}: expected no bias where the groups cut columns, {sizes}")
-        return _grouped_mm(mat_b.t(), mat_a.mT, offs, out_dtype=out_dtype).t()
-    return _grouped_mm(mat_a, mat_b, offs, bias, out_dtype=out_dtype)
+        refused = "no bias" if bias is not None else "gated=False" if gated else ""
+        if refused:
+            raise RuntimeError(f"{_NAME}: expected {refused} where the groups cut columns, {sizes}")
+        return _grouped_mm(mat_b.t(), mat_a.mT, offs, **epilogue).t()
+    return _grouped_mm(mat_a, mat_b, offs, bias, **epilogue)
+
+
+def _gated_bmm(mat_a: Tensor, mat_b: Tensor, bias: Tensor | None, epilogue: dict[str, Any]) -> Tensor:
+    """Groups of M rows each."""
+    groups, m, k = mat_a.shape
+    ends = torch.arange(1, groups + 1, device=mat_a.device, dtype=torch.int32) * m
+    return _grouped_mm(mat_a.reshape(groups * m, k), mat_b, ends, bias, **epilogue).unflatten(0, (groups, m))

@@ -177,12 +177,22 @@ EXPERTS_RECIPE = "rowwise_with_gw_hp"
 
 
 def multiply_groups(
-    rows: Tensor, matrices: Tensor, ends: Tensor, bias: Tensor | None = None, *, transposed: bool = False
+    rows: Tensor,
+    matrices: Tensor,
+    ends: Tensor,
+    bias: Tensor | None = None,
+    *,
+    transposed: bool = False,
+    gathered: Tensor | None = None,
 ) -> Tensor:
     """``grouped_mm(rows, matrices.mT, offs=ends, bias=bias)`` in FP8, by EXPERTS_RECIPE; rows (T, K), matrices
-    (groups, N, K), or with `transposed` (groups, K, N)."""
+    (groups, N, K), or with `transposed` (groups, K, N). With `gathered` (T,) of ``rows[gathered]``, each converted
+    once, however often it occurs."""
     recipe = _RECIPES[EXPERTS_RECIPE]
     data, scales, scaling = recipe.of(rows, recipe.tokens)
+    if gathered is not None:
+        data = data.view(torch.uint8).index_select(0, gathered).view(data.dtype)
+        scales = scales.index_select(0, gathered)
     name = f"{EXPERTS_RECIPE}, {'transposed' if transposed else 'as it is'}"
 
     def quantized(matrices: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,5 +33,5 @@ def compute_intensive_ops() -> list[Any]:
         checkpoint(block, x, use_reentrant=False, context_fn=contexts)
     """
     names = ("gemm", "linear", "gated_linear", "mlp", "gated_mlp", "flash_attention")  # the last for packed ones too
-    alone = (ops.grouped_mm, ops.scaled_mm, ops.scaled_grouped_mm)  # with one op for all modes
+    alone = (ops.grouped_mm, ops.grouped_mm_forward, ops.scaled_mm, ops.scaled_grouped_mm)  # used in both modes
     return [getattr(ops, f"{name}_forward").default for name in names] + [op.default for op in alone]

@@ -138,14 +138,14 @@ def gemm_plan(
     `cuda_ext.batch_invariant`; values are not read, so tensors may be on the meta device, if `device` is given.
 
     The other ops run the same kernels: for ``linear(x, w)`` ask for ``gemm_plan(x, w.mT)``; for ``gated_linear(x, w)``
-    the same with ``gated=True``; for ``grouped_mm(a, b, offs=offs)`` with these operands and ``offs``, whose values are
-    not read: the plan is for groups of one size, and has as many work items as any groups could need. Operands in FP8
+    the same with ``gated=True``; for ``grouped_mm(a, b, offs=offs)`` with these arguments, whose ``offs`` are not
+    read: the plan is for groups of one size, and has as many work items as any groups could need. Operands in FP8
     are those of ``scaled_mm``, whose plan does not depend on the scales.
 
     Args:
         a, b, c, bias, activation, alpha, beta, out_dtype: as in `cuda_ext.gemm`.
         residual: as in `cuda_ext.linear`.
-        offs: as in `cuda_ext.grouped_mm`, then without c, activation and residual.
+        offs: as in `cuda_ext.grouped_mm`, then without c and residual.
         gated: the columns of b are ``[gate, up]``, as in `cuda_ext.gated_linear`; without c.
         device: a GPU to plan for, such as "a100" or "h100" (all: `cuda_ext.plan.GPUS`); default the device of the
             tensors.
@@ -158,9 +158,12 @@ def gemm_plan(
         NotImplementedError: as `cuda_ext.gemm`; for tensors on the meta device without `device`.
     """
     name, gpu = _named_gpu("gemm_plan", device)
-    others = {"c": c, "residual": residual, "activation": activation, "gated": gated or None}
+    is_fp8 = a.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    others = {"c": c, "residual": residual}
+    if is_fp8:
+        others |= {"activation": activation, "gated": gated or None}
     given = [name for name, value in others.items() if value is not None]
-    alone = offs is not None or a.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    alone = offs is not None or is_fp8
     check(not (alone and given), "gemm_plan", f"expected no {', '.join(given)} with offs, or operands in FP8")
     tensors = [tensor for tensor in (a, b, c, bias, residual) if tensor is not None]
     for_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

@@ -148,6 +148,37 @@ def products() -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("size", [2, 4])
+def test_passes_of_experts(size: int, workers: Any) -> None:
+    workers.run(size, __name__, "passes_of_experts", {})
+
+
+@on_ranks(2)
+def passes_of_experts() -> None:
+    """Columns stay split; where a row is needed as a whole, ranks exchange it."""
+    import cuda_ext._rules  # noqa: F401
+    from cuda_ext._load import ops
+
+    combine, gate_backward = ops.combine_experts, ops.experts_gate_backward
+    pairs = torch.randperm(6)
+    given = {"x": torch.randn(6, 8), "gated": torch.randn(6, 16), "rows": pairs.view(3, 2), "pairs": pairs}
+    given["weights"] = torch.rand(3, 2)
+    for gated, dim in itertools.product((False, True), (0, 1)):
+        splits = {"x": dim, "gated": dim}
+        spread = {name: t.detach() for name, t in sharded(given, splits).items()}
+        out = combine(spread["x"], spread["rows"], spread["weights"])
+        assert dim == 0 or str(out.placements[0]) == "S(1)"
+        torch.testing.assert_close(out.full_tensor(), combine(given["x"], given["rows"], given["weights"]))
+        for mask in ([True] * 3, [False, True, False]):
+            options: dict[str, Any] = {"activation": "silu", "gated": gated, "output_mask": mask}
+            names = ("x", "gated" if gated else "x", "weights", "pairs")
+            found = gate_backward(*(spread[name] for name in names), **options)
+            expected = gate_backward(*(given[name] for name in names), **options)
+            for mine, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(mine.full_tensor(), theirs)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("size", [2, 4])
 def test_attention(size: int, workers: Any) -> None:
     workers.run(size, __name__, "attention", {})
 

@@ -15,6 +15,7 @@ from gemm_common import DTYPES, rand
 from ranks import on_ranks
 from test_grouped_mm import random_strides
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cuda_ext
 from cuda_ext import mixture_of_experts
@@ -257,6 +258,36 @@ def test_in_fp8_as_linear_layers_in_fp8(dtype: torch.dtype) -> None:
         assert error.max() < 0.25 * theirs.float().abs().max()
     exact = mixture_of_experts(x, ids, weights, w_up, w_down)
     assert not out.equal(exact) and (out - exact).abs().mean() < 0.1 * exact.abs().mean()
+
+
+@pytest.mark.every_backend
+@pytest.mark.sampled(cases=3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("k", [16, 48, 130])
+def test_a_gathered_row_is_converted_as_one_that_is_not(k: int, dtype: torch.dtype) -> None:
+    rows, matrices = rand(7, k, dtype=dtype, grad=False), rand(3, 24, k, dtype=dtype, grad=False)
+    gathered, ends = torch.randint(0, 7, (30,)), torch.tensor([11, 11, 25], dtype=torch.int32)
+    found = cuda_ext.fp8.multiply_groups(rows, matrices, ends, gathered=gathered)
+    assert found.equal(cuda_ext.fp8.multiply_groups(rows[gathered], matrices, ends)) and found[:25].any()
+
+
+def test_fp8_converts_each_token_once() -> None:
+    """Rows of each operand that is quantised: of tokens, hidden rows and matrices; in backward of gradients, too."""
+
+    class Quantised(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.cuda_ext.quantize_fp8.default:
+                rows.append(len(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    rows: list[int] = []
+    x, ids, weights, w_up, w_down = fp8_case(torch.bfloat16)
+    with Quantised():
+        out = mixture_of_experts(x, ids, weights, w_up, w_down, fp8="rowwise_with_gw_hp")
+        assert sorted(rows) == sorted([70, 4 * 64, 140, 4 * 48])
+        rows.clear()
+        out.backward(torch.ones_like(out))
+    assert sorted(rows) == sorted([70, 4 * 32, 140, 4 * 48])
 
 
 def test_layers_and_limits_of_fp8() -> None:

@@ -176,6 +176,8 @@ RULES = (
     Rule("activation_grad", loads=4),
     Rule("largest_magnitudes", ("RED",), loads=8),
     Rule("quantize_tile", (r"STG\.E\.128",), loads=8),
+    Rule("combine_rows", (r"LDG\.E(\.\w+)*\.128", r"STG\.E\.128"), shared_bytes=0, loads=4),
+    Rule("gate_grad", (r"LDG\.E(\.\w+)*\.128", r"STG\.E\.128"), shared_bytes=0),
     Rule("add_block_sums"),
     Rule("clear_words", shared_bytes=0),
     Rule("clear_rest", (r"STG\.E\.128",), shared_bytes=0),

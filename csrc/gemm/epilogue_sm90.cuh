@@ -178,9 +178,10 @@ DEVICE void send_slabs(const GemmParams& params, const GemmPlan& plan, const Ten
   arch::bulk_commit();
 }
 
-// Stores the first `rows` rows of a warp's slab, which write_slab has written, to row and column of out and on.
+// Stores the first `rows` rows and `columns` columns of a warp's slab, which write_slab has written, to rows of `width`
+// elements from `to` on.
 template <class Out>
-DEVICE void store_rows_of_slab(const GemmParams& params, SharedAddress slab, int rows, int64_t row, int64_t column) {
+DEVICE void store_rows_of_slab(SharedAddress slab, int rows, int64_t columns, Out* to, int64_t width) {
   constexpr int kLine = kSlabColumns * sizeof(Out), kChunks = kLine / 16, kElements = 16 / sizeof(Out);
   const int lane = ConsumerThreads::index() % arch::kWarpSize;
 #pragma unroll
@@ -188,9 +189,7 @@ DEVICE void store_rows_of_slab(const GemmParams& params, SharedAddress slab, int
     const int index = i * arch::kWarpSize + lane, line = index / kChunks, chunk = index % kChunks;
     const int swizzled = chunk ^ (sizeof(Out) == 2 ? line / 2 % 4 : line % 8);
     const auto words = arch::load_shared<arch::Words4>(slab + line * kLine + swizzled * 16);
-    const int64_t first = column + chunk * kElements;
-    if (line < rows && first < params.n)
-      arch::store_global(static_cast<Out*>(params.out.data) + (row + line) * params.n + first, words);
+    if (line < rows && chunk * kElements < columns) arch::store_global(to + line * width + chunk * kElements, words);
   }
 }
 
@@ -201,7 +200,13 @@ DEVICE void store_slabs(const GemmParams& params, const GemmPlan& plan, const Te
                         const typename Gemm::Position& tile, SharedAddress slabs, int rows, int row, int column) {
   constexpr int kSlabBytes = kSlabRows * kSlabColumns * sizeof(Out);
   if (Gemm::kCut == Groups::Cut::kRows && rows < kSlabRows) {
-    store_rows_of_slab<Out>(params, slabs, rows, row, column);
+    const int outputs = params.preact_out.data == nullptr ? 1 : gate_up ? 3 : 2;
+#pragma unroll 1  // of out, preact's gate and preact's up, as in send_slabs
+    for (int i = 0; i < outputs; ++i) {
+      const int64_t width = i > 0 && gate_up ? 2 * params.n : params.n, first = column + (i == 2 ? params.n : 0);
+      Out* const to = static_cast<Out*>(i == 0 ? params.out.data : params.preact_out.data) + row * width + first;
+      store_rows_of_slab(slabs + i * kSlabBytes, rows, params.n - column, to, width);
+    }
     if (ConsumerThreads::is_first_lane()) arch::bulk_commit();
   } else if (ConsumerThreads::is_first_lane()) {
     send_slabs<kSlabBytes, gate_up>(params, plan, maps, slabs, {column, 0, row, tile.out_batch()});

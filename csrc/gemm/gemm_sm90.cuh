@@ -79,7 +79,8 @@ struct Gemm {
   static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
   static constexpr bool kPingPong = config.ping_pong;
   static constexpr bool kSwapped = config.swapped;
-  static constexpr bool kTmaOnly = config.tma_only;
+  static constexpr bool kTmaOnly = config.tma_only;     // every epilogue stores by TMA
+  static constexpr bool kTmaGateUp = !config.tma_only;  // those of gate and up can
   static constexpr int kStages = config.stages;
   static constexpr int kBlockM = config.block_m;
   static constexpr int kBlockN = config.block_n;
@@ -438,7 +439,7 @@ DEVICE void store_output(const GemmParams& params, const GemmPlan& plan, const T
   if constexpr (!Gemm::kSwapped) {
     using T = typename Gemm::Element;
     if (has_gate_up(params)) {
-      if constexpr (!Gemm::kTmaOnly) store_by_tma<Gemm, T, true>(params, plan, maps, tile, shared, sums);
+      if constexpr (Gemm::kTmaGateUp) store_by_tma<Gemm, T, true>(params, plan, maps, tile, shared, sums);
     } else if (sizeof(T) == 4 || params.out.dtype == Dtype::kFloat32) {
       store_by_tma<Gemm, float, false>(params, plan, maps, tile, shared, sums);
     } else {

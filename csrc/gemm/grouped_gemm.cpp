@@ -30,6 +30,7 @@ GemmParams product_of_group(const GemmParams& params, const int32_t* ends, int64
     product.m = end - begin;
     offset_by(product.a, begin * params.a.row_stride);
     offset_by(product.out, begin * params.n);
+    offset_by(product.preact_out, begin * params.n * (params.gated ? 2 : 1));
     if (is_rest) {
       product.k = 0;
       product.bias = {};

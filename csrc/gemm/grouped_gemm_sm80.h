@@ -16,7 +16,7 @@ extern template struct GroupedGemmSm80<bfloat16_t>;
 extern template struct GroupedGemmSm80<float>;
 extern template struct GroupedGemmSm80<float, Float32Product::kTf32>;
 
-// Launches the product on `stream`, an rt::Stream. Its epilogue has a bias alone.
+// Launches the product on `stream`, an rt::Stream. Its epilogue is without c and residual.
 inline void launch_grouped_gemm_sm80(const GemmParams& params, void* stream, Float32Product float32) {
   switch (params.a.dtype) {
     case Dtype::kFloat16: return GroupedGemmSm80<half_t>::launch(params, stream);

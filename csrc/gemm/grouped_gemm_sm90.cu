@@ -20,8 +20,12 @@ void launch_layout(const GemmParams& params, const sm90::GemmPlan& plan, const s
 
 void launch_grouped_gemm_sm90(const GemmParams& params, const sm90::GemmPlan& plan, void* stream) {
   const sm90::TensorMaps maps = sm90::make_maps(params, plan);  // before anything is launched, because it can fail
-  if (params.groups.cut == Groups::Cut::kRows)
-    launch_clear_rest(params.groups, params.m, params.n * size_of(params.out.dtype), params.out.data, stream);
+  if (params.groups.cut == Groups::Cut::kRows) {
+    const int64_t row_bytes = params.n * size_of(params.out.dtype);
+    launch_clear_rest(params.groups, params.m, row_bytes, params.out.data, stream);
+    if (params.preact_out.data != nullptr)
+      launch_clear_rest(params.groups, params.m, row_bytes * (params.gated ? 2 : 1), params.preact_out.data, stream);
+  }
   if (params.a.dtype == Dtype::kFloat16) return launch_layout<half_t>(params, plan, maps, stream);
   launch_layout<bfloat16_t>(params, plan, maps, stream);
 }

@@ -9,7 +9,7 @@ namespace sm90 {
 
 struct TensorMaps;  // maps_sm90.cuh
 
-// The configs of grouped products: the first if the output is wide, else the second.
+// The configs of grouped products: the first if the output is wide and the epilogue short, else the second.
 constexpr int kGroupedConfigs[] = {0, 2};
 
 // Groups of rows, a contiguous along k and b along k or n, or of terms, both contiguous along the other dim. One

@@ -22,20 +22,30 @@ inline GemmChoice choose_grouped_plan(const GemmParams& params, const rt::Device
   if (!can_store_by_tma(params)) return refuse("the output's rows do not begin at multiples of 16 bytes");
   GemmParams of_all = params;  // one product, whose tiles are those of all groups
   if (of_rows) of_all.batch_dims = 0;
-  const int index = kGroupedConfigs[params.n > kConfigs[kGroupedConfigs[1]].block_n ? 0 : 1];
-  const GemmConfig& config = kConfigs[index];
-  // Blocks that share b have tiles of the same group: of an odd number, one block has none.
-  const int64_t row_tiles = ceil_div(of_rows ? ceil_div(params.m, params.groups.count) : params.m, config.block_m);
-  const int cluster = (of_rows ? row_tiles >= 4 : row_tiles % 2 == 0) && device.num_sms > 1 ? 2 : 1;
-  GemmPlan plan = make_plan(of_all, index, cluster, a, b);
-  plan.split_k_tiles = plan.all_k_tiles;
-  plan.raster = 8 / cluster;
-  // Each group of rows may have a tile that is not full.
-  const int64_t row_groups =
-      of_rows ? params.m / (config.block_m * cluster) + params.groups.count : int64_t(plan.row_groups) * plan.batches;
-  plan.items = checked_count(row_groups * plan.column_tiles, "tiles of the output");
-  plan.clusters = std::min(plan.items, std::max(1, device.num_sms / cluster));
-  choice.plan = plan;
+  const auto plan_of = [&](int index) {
+    const GemmConfig& config = kConfigs[index];
+    // Blocks that share b have tiles of the same group: of an odd number, one block has none.
+    const int64_t row_tiles = ceil_div(of_rows ? ceil_div(params.m, params.groups.count) : params.m, config.block_m);
+    const int cluster = (of_rows ? row_tiles >= 4 : row_tiles % 2 == 0) && device.num_sms > 1 ? 2 : 1;
+    GemmPlan plan = make_plan(of_all, index, cluster, a, b);
+    plan.split_k_tiles = plan.all_k_tiles;
+    plan.raster = 8 / cluster;
+    // Each group of rows may have a tile that is not full.
+    const int64_t row_groups =
+        of_rows ? params.m / (config.block_m * cluster) + params.groups.count : int64_t(plan.row_groups) * plan.batches;
+    plan.items = checked_count(row_groups * plan.column_tiles, "tiles of the output");
+    plan.clusters = std::min(plan.items, std::max(1, device.num_sms / cluster));
+    return plan;
+  };
+  const int64_t columns = has_gate_up(params) ? 2 * params.n : params.n;
+  const GemmPlan wide = plan_of(kGroupedConfigs[0]), narrow = plan_of(kGroupedConfigs[1]);
+  const auto cycles = [&](const GemmPlan& plan) {
+    return estimate(of_all, plan, kConfigs[plan.config], {device.num_sms}).total;
+  };
+  // An activation takes long: with narrow tiles, the other consumer multiplies meanwhile.
+  const bool is_narrow = columns <= kConfigs[narrow.config].block_n ||
+                         (params.activation != Activation::kNone && cycles(narrow) < cycles(wide));
+  choice.plan = is_narrow ? narrow : wide;
   return choice;
 }
 

@@ -53,7 +53,8 @@ struct GroupedGemm : Gemm<T, arithmetic, cut == Groups::Cut::kRows, b_k_major, c
     const GroupedRows<true> rows{params.groups, int(params.m), Base::kBlockM, plan.column_tiles};
     const GroupTile tile = rows.find(block);
     if (tile.end == 0) return {};
-    Position found{find_tile(tile.row_tiles, plan.column_tiles, tile.index, Base::kBlockM, Base::kBlockN)};
+    const int columns = has_gate_up(params) ? Base::kBlockN / 2 : Base::kBlockN;
+    Position found{find_tile(tile.row_tiles, plan.column_tiles, tile.index, Base::kBlockM, columns)};
     found.batch = tile.group;
     found.begin = tile.begin;
     found.end = tile.end;

@@ -1,5 +1,5 @@
 // Grouped products (Groups in gemm.h) on the kernel of gemm_sm90.cuh: which part of which group a work item is. Only
-// the device knows the groups. The epilogue has scale and bias alone.
+// the device knows the groups. The epilogue is one that stores by TMA, of terms with scale alone.
 //
 // Rows     Every warp finds the group of an item from the ends. A tile reads the rows of the next group behind those of
 //          its own, and stores only its own: slabs of 16 rows that are whole by TMA, others by the lanes of the warp.
@@ -52,8 +52,10 @@ struct GroupsOfRows : Gemm<T, Major::kK, b_major, config> {
   DEVICE static int64_t bias_offset(const GemmParams& params, const GroupRowsItem& work) {
     return work.batch * params.bias.batch_strides[0];
   }
-  DEVICE static GroupPosition position(const GemmParams&, const GroupRowsItem& work) {
-    return {{work.batch, work.row + Base::first_row(), int64_t(work.column_tile) * Base::kBlockN, Base::Rows::kColumns},
+  DEVICE static GroupPosition position(const GemmParams& params, const GroupRowsItem& work) {
+    const int parts = has_gate_up(params) ? 2 : 1;
+    return {{work.batch, work.row + Base::first_row(), int64_t(work.column_tile) * (Base::kBlockN / parts),
+             Base::Rows::kColumns / parts},
             work.row_end};
   }
 };
@@ -61,7 +63,7 @@ struct GroupsOfRows : Gemm<T, Major::kK, b_major, config> {
 template <class T, GemmConfig config>
 struct GroupsOfTerms : Gemm<T, Major::kMn, Major::kMn, config> {
   using Base = Gemm<T, Major::kMn, Major::kMn, config>;
-  static constexpr bool kTmaOnly = true;
+  static constexpr bool kTmaOnly = true, kTmaGateUp = false;
   static constexpr Groups::Cut kCut = Groups::Cut::kTerms;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 

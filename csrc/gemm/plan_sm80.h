@@ -189,7 +189,8 @@ inline GemmPlan choose_grouped_plan(const GemmParams& params, Arithmetic arithme
   best.a = byte_strides(params, params.a, params.reduced_strides_a, of_rows,
                         of_rows ? params.a.row_stride : params.a.column_stride, 0, tile.block_m, tile);
   best.b = byte_strides(params, params.b, params.reduced_strides_b, b_k_major,
-                        b_k_major ? params.b.column_stride : params.b.row_stride, 0, tile.block_n, tile);
+                        b_k_major ? params.b.column_stride : params.b.row_stride, has_gate_up(params) ? params.n : 0,
+                        tile.block_n, tile);
   return best;
 }
 

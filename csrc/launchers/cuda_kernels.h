@@ -6,6 +6,7 @@
 #include "attention/attention_cuda.h"
 #include "bucket/bucket_cuda.h"
 #include "bucket/symmetric_cuda.h"
+#include "gemm/expert_passes.h"
 #include "gemm/gemm_cuda.h"
 #include "gemm/gemm_passes.h"
 #include "gemm/quantize.h"
@@ -16,9 +17,10 @@ namespace cuda_ext {
 
 struct CudaKernels {
   // Identifies tables compiled from other sources, whose parameter structs differ.
-  static constexpr uint64_t kLayout =
-      sizeof(AttentionBackwardParams) << 48 | sizeof(GemmParams) << 32 | sizeof(ActivationGradParams) << 16 |
-      (sizeof(BucketParams) + sizeof(SymmetricParams) + sizeof(LogitGradParams) + sizeof(QuantizeParams));
+  static constexpr uint64_t kLayout = sizeof(AttentionBackwardParams) << 48 | sizeof(GemmParams) << 32 |
+                                      sizeof(ActivationGradParams) << 16 |
+                                      (sizeof(BucketParams) + sizeof(SymmetricParams) + sizeof(LogitGradParams) +
+                                       sizeof(QuantizeParams) + sizeof(CombineParams) + sizeof(GateGradParams));
   uint64_t layout;
 
   void (*gemm)(const GemmParams&, const AllocateWorkspace&, void* stream, Float32Product, const Restriction&);
@@ -29,6 +31,8 @@ struct CudaKernels {
   void (*scaled_gemm)(const ScaledGemmParams&, const ScaledGemmChoice&, void* stream);
   void (*quantize)(const QuantizeParams&, const AllocateWorkspace&, void* stream);
   void (*activation_grad)(const ActivationGradParams&, const AllocateWorkspace&, void* stream);
+  void (*combine_experts)(const CombineParams&, void* stream);
+  void (*experts_gate_backward)(const GateGradParams&, void* stream);
   void (*report_wrong_targets)(const LossTargets&, void* stream);
   void (*logit_statistics)(const LogitStatisticsParams&, void* stream);
   void (*logit_grad)(const LogitGradParams&, void* stream);
@@ -59,6 +63,8 @@ inline CudaKernels linked_cuda_kernels() {
       .scaled_gemm = launch_scaled_gemm_cuda,
       .quantize = launch_quantize_cuda,
       .activation_grad = launch_activation_grad_cuda,
+      .combine_experts = launch_combine_cuda,
+      .experts_gate_backward = launch_gate_grad_cuda,
       .report_wrong_targets = launch_report_wrong_targets_cuda,
       .logit_statistics = launch_logit_statistics_cuda,
       .logit_grad = launch_logit_grad_cuda,

@@ -144,11 +144,13 @@ Answer plan_scaled(const char* op, const Tensor& a, const Tensor& b, const std::
 
 // Of grouped_mm.
 Answer plan_grouped(const char* op, const Tensor& a, const Tensor& b, const Tensor& offs, const OptionalTensor& bias,
-                    OptionalType out_dtype, const std::optional<rt::Device>& named) {
+                    const GroupedEpilogue& epilogue, bool save_preact, OptionalType out_dtype,
+                    const std::optional<rt::Device>& named) {
   const CudaKernels* kernels = named ? nullptr : cuda_kernels(op, a.device());
-  GroupedCall call = describe_grouped(op, a, b, offs, bias, out_dtype, named || kernels != nullptr);
+  GroupedCall call = describe_grouped(op, a, b, offs, bias, epilogue, out_dtype, named || kernels != nullptr);
   GemmParams& params = call.params;
   params.out = {reinterpret_cast<void*>(256), to_dtype(call.type)};
+  if (save_preact && needs_preact(epilogue.activation, epilogue.gated, false)) params.preact_out = params.out;
   set_if_null(params.a.data);
   set_if_null(params.b.data);
   if (is_given(bias)) set_if_null(params.bias.data);
@@ -179,7 +181,9 @@ Answer gemm_plan(const Tensor& a, const Tensor& b, const OptionalTensor& c, cons
   if (compute_capability != 0)
     of_name = rt::Device{int(compute_capability), int(num_sms), rt::shared_bytes_of_sm(int(compute_capability))};
   if (is_fp8(a.scalar_type())) return plan_scaled(op, a, b, of_name);
-  if (is_given(offs)) return plan_grouped(op, a, b, *offs, bias, out_dtype, of_name);
+  if (is_given(offs))
+    return plan_grouped(op, a, b, *offs, bias, {parse_activation(op, activation), gated}, save_preact, out_dtype,
+                        of_name);
   GemmCall call = describe_gemm(op, a, b, c, bias, activation, alpha, beta, out_dtype);
   GemmParams& params = call.params;
   if (gated) {

@@ -13,9 +13,16 @@ struct GroupedCall {
   at::ScalarType type;
 };
 
+// out = activation(z); gated, of the halves of z's columns: activation(gate) * up.
+struct GroupedEpilogue {
+  Activation activation = Activation::kNone;
+  bool gated = false;
+};
+
 // Checks the arguments. for_gpu: operands are copied if CUDA kernels cannot read them; else `offs` is checked, too.
 GroupedCall describe_grouped(const char* op, const Tensor& a, const Tensor& b, const Tensor& offs,
-                             const OptionalTensor& bias, OptionalType out_dtype, bool for_gpu);
+                             const OptionalTensor& bias, const GroupedEpilogue& epilogue, OptionalType out_dtype,
+                             bool for_gpu);
 
 // Checks ends of groups, in the memory of the host, of a dim of this size.
 void check_group_ends(const char* op, const Tensor& ends, int64_t size);

@@ -10,6 +10,7 @@ from cuda_ext._rules import (  # noqa: F401
     attention_fakes,
     attention_vmap,
     bucket,
+    experts,
     flops,
     fp8_fakes,
     fp8_vmap,

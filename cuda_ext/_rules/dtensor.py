@@ -147,15 +147,42 @@ def _gemm_backward(grad: Any, a: Any, b: Any, bias: Any, *, output_mask: int, **
     yield rule([REPLICATE] * 3, PARTIAL, [PARTIAL] * 4)
 
 
-def _grouped_mm(a: Any, b: Any, offs: Any, bias: Any, **options: Any) -> Iterator[Rule]:
+def _grouped_mm(
+    results: int,
+    a: Any,
+    b: Any,
+    offs: Any,
+    bias: Any,
+    *,
+    activation: str | None = None,
+    gated: bool = False,
+    **options: Any,
+) -> Iterator[Rule]:
     """Ranks have the same groups: rows of tokens cannot be split, because a rank would need ends of its own."""
     columns = Shard(b.ndim - 1)
-    if b.ndim == 3:
-        yield [Shard(1)], [REPLICATE, columns, REPLICATE, Shard(1)]
-        yield [PARTIAL], [Shard(1), Shard(1), REPLICATE, PARTIAL]
-    else:
-        yield [Shard(1)], [Shard(0), REPLICATE, REPLICATE, REPLICATE]
-        yield [Shard(2)], [REPLICATE, columns, REPLICATE, REPLICATE]
+
+    def out(place: Placement) -> Placements:
+        return [place, place if needs_preact(activation, gated) else REPLICATE][:results]
+
+    if b.ndim == 2:
+        yield out(Shard(1)), [Shard(0), REPLICATE, REPLICATE, REPLICATE]
+        yield out(Shard(2)), [REPLICATE, columns, REPLICATE, REPLICATE]
+    elif not gated:
+        yield out(Shard(1)), [REPLICATE, columns, REPLICATE, Shard(1)]
+        if activation is None:
+            yield out(PARTIAL), [Shard(1), Shard(1), REPLICATE, PARTIAL]
+
+
+def _combine_experts(*args: Any) -> Iterator[Rule]:
+    """Ranks have the same rows."""
+    for place in (Shard(1), PARTIAL):
+        yield [place], [place, REPLICATE, REPLICATE]
+
+
+def _experts_gate_backward(*args: Any, gated: bool, output_mask: int, **options: Any) -> Iterator[Rule]:
+    columns = Shard(1)
+    if not gated:
+        yield _wanted([columns, columns, PARTIAL], output_mask), [columns, columns, REPLICATE, REPLICATE]
 
 
 # FP8: split by lines, whose scales are of one line each; sums are never split, whose scales would differ
@@ -476,7 +503,10 @@ _register("gemm", partial(_gemm, 1))
 _register("gemm_forward", partial(_gemm, 2))
 _register("gemm_backward", _gemm_backward)
 _register("activation_backward", _activation_backward)
-_register("grouped_mm", _grouped_mm)
+_register("grouped_mm", partial(_grouped_mm, 1))
+_register("grouped_mm_forward", partial(_grouped_mm, 2))
+_register("combine_experts", _combine_experts)
+_register("experts_gate_backward", _experts_gate_backward)
 _register("scaled_mm", _scaled_mm)
 _register("scaled_grouped_mm", _scaled_grouped_mm)
 _register("quantize_fp8", _quantize_fp8)

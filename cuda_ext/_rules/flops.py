@@ -33,7 +33,7 @@ def _gemm_backward_flops(
     return sum(output_mask[:2]) * _gemm_flops(a, b)
 
 
-@register_flop_formula([ops.grouped_mm, ops.scaled_grouped_mm])
+@register_flop_formula([ops.grouped_mm, ops.grouped_mm_forward, ops.scaled_grouped_mm])
 def _grouped_mm_flops(a: Sequence[int], b: Sequence[int], *more: Any, **options: Any) -> int:
     # As if each row or term were in a group: the ends are not known.
     return 2 * a[0] * a[1] * b[-1]

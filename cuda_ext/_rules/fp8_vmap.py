@@ -59,7 +59,7 @@ def _(info: Any, in_dims: InDims, *args: Any, **options: Any) -> Any:
     return out.unflatten(0, rows.shape[:2]), 0
 
 
-def _register_one_by_one(name: str) -> None:
+def register_one_by_one(name: str) -> None:
     op = getattr(ops, name).default
 
     def rule(info: Any, in_dims: InDims, *args: Any, **options: Any) -> Any:
@@ -68,5 +68,5 @@ def _register_one_by_one(name: str) -> None:
     torch.library.register_vmap(f"{NAMESPACE}::{name}", rule)
 
 
-_register_one_by_one("quantize_fp8_both")
-_register_one_by_one("scaled_grouped_mm")
+register_one_by_one("quantize_fp8_both")
+register_one_by_one("scaled_grouped_mm")

@@ -225,16 +225,18 @@ _register_fakes("mlp", _fake_mlp("mlp", False))
 _register_fakes("gated_mlp", _fake_mlp("gated_mlp", True))
 
 
-@torch.library.register_fake(f"{NAMESPACE}::grouped_mm")
-def _(
+def _fake_grouped_mm(
     mat_a: Tensor,
     mat_b: Tensor,
     offs: Tensor,
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
-) -> Tensor:
+    activation: str | None = None,
+    gated: bool = False,
+) -> tuple[Tensor, Tensor]:
     op = "grouped_mm"
+    _check_activation(op, activation)
     check_floating(op, "mat_a", mat_a)
     dtype = _output_dtype(op, out_dtype, mat_a)
     check_same_dtype(op, "mat_b", mat_b, "mat_a", mat_a)
@@ -250,25 +252,40 @@ def _(
         "expected mat_a (T, K) with mat_b (groups, K, N), or mat_a (M, T) with mat_b (T, N), got "
         f"{shape_of(mat_a)} and {shape_of(mat_b)}",
     )
-    cuts_rows, groups = mat_b.dim() == 3, offs.shape[0]
-    expected = f"expected mat_b of shape ({'groups, ' if cuts_rows else ''}{mat_a.shape[1]}, N) to match mat_a "
-    check(mat_b.shape[-2] == mat_a.shape[1], op, f"{expected}{shape_of(mat_a)}, got {shape_of(mat_b)}")
-    if cuts_rows:
-        check(
-            mat_b.shape[0] == groups,
-            op,
-            f"expected mat_b of {groups} matrices, one for each element of offs, got {shape_of(mat_b)}",
-        )
+    (rows, terms), groups, width = mat_a.shape, offs.shape[0], mat_b.shape[-1]
+    if mat_b.dim() == 2:
+        _check_no_epilogue(op, mat_a, mat_b, bias, activation, gated)
+        return mat_a.new_empty([groups, rows, width], dtype=dtype), mat_a.new_empty([0], dtype=dtype)
+    expected = f"expected mat_b of shape (groups, {terms}, N) to match mat_a {shape_of(mat_a)}, got {shape_of(mat_b)}"
+    check(mat_b.shape[-2] == terms, op, expected)
+    count = f"expected mat_b of {groups} matrices, one for each element of offs, got {shape_of(mat_b)}"
+    check(mat_b.shape[0] == groups, op, count)
+    halves = f"expected mat_b of shape (groups, {terms}, 2N), [gate, up], with gated=True, got {shape_of(mat_b)}"
+    check(not gated or width % 2 == 0, op, halves)
     if bias is not None:
-        check(cuts_rows, op, "expected no bias where the groups cut the terms of a sum")
-        check_shape(op, "bias", bias, [groups, mat_b.shape[-1]])
+        check_shape(op, "bias", bias, [groups, width])
         check(
             bias.dtype in (mat_a.dtype, dtype),
             op,
             f"expected bias of dtype {dtype_name(mat_a.dtype)} or {dtype_name(dtype)}, got {dtype_name(bias.dtype)}",
         )
-    size = [mat_a.shape[0], mat_b.shape[-1]] if cuts_rows else [groups, mat_a.shape[0], mat_b.shape[-1]]
-    return mat_a.new_empty(size, dtype=dtype)
+    preact = [rows, width] if needs_preact(activation, gated) else [0]
+    out = [rows, width // 2 if gated else width]
+    return mat_a.new_empty(out, dtype=dtype), mat_a.new_empty(preact, dtype=dtype)
+
+
+def _check_no_epilogue(
+    op: str, mat_a: Tensor, mat_b: Tensor, bias: Tensor | None, activation: str | None, gated: bool
+) -> None:
+    """Of groups of terms."""
+    expected = f"expected mat_b of shape ({mat_a.shape[1]}, N) to match mat_a {shape_of(mat_a)}, got {shape_of(mat_b)}"
+    check(mat_b.shape[0] == mat_a.shape[1], op, expected)
+    plain = activation is None and not gated
+    check(plain, op, "expected activation=None and gated=False where the groups cut the terms of a sum")
+    check(bias is None, op, "expected no bias where the groups cut the terms of a sum")
+
+
+_register_fakes("grouped_mm", _fake_grouped_mm)
 
 
 def _bias_gradient(input: Tensor, bias: Tensor | None, width: Any, wanted: bool) -> Tensor:

@@ -94,6 +94,8 @@ def reference_grouped_mm(
     offs: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    activation: str | None = None,
+    gated: bool = False,
 ) -> Tensor:
     """The four forms of `cuda_ext.grouped_mm`, a product after the other; reads `offs`, int (groups,), on the host."""
     ends = [0, *offs.tolist()] if offs is not None else []
@@ -109,7 +111,7 @@ def reference_grouped_mm(
     else:
         groups = [mat_a[g] @ mat_b[:, span] for g, span in enumerate(spans)]
         out = torch.cat([*groups, mat_a.new_zeros(mat_a.shape[1], mat_b.shape[1] - ends[-1])], dim=1)
-    return out.to(out_dtype or mat_a.dtype)
+    return hidden_of(out, activation, gated).to(out_dtype or mat_a.dtype)
 
 
 def reference_mixture_of_experts(
