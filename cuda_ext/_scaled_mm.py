@@ -156,8 +156,8 @@ def scaled_grouped_mm(
       Rows after the last group are 0. Where `scaled_mm` has a kernel on the tensor cores of FP8, so has this form, if
       `mat_b` is float8_e4m3fn and, on Hopper, rows of the output are whole units of 16 bytes. Elsewhere on CUDA
       operands are converted to bfloat16 for `cuda_ext.grouped_mm`.
-    - ``(M, T)`` and ``(T, N)`` give ``(groups, M, N)``: sums over the terms ``[offs[g - 1], offs[g])``, 0 if a group has
-      none. Terms after the last group are not used. Groups end at multiples of 128, where a sum of FP8 can begin, or at
+    - ``(M, T)`` and ``(T, N)`` give ``(groups, M, N)``: sums over the terms ``[offs[g - 1], offs[g])``, 0 without any.
+      Terms after the last group are not used. Groups end at multiples of 128, where a sum of FP8 can begin, or at
       ``T``: pad each with zeros, and `cuda_ext.fp8.quantize_both` with ``"BlockWise1x128"`` gives transposes whose
       blocks belong to one group each. A GPU rounds other ends up. On Hopper a kernel on the tensor cores of FP8, with
       the same condition, if both operands are float8_e4m3fn. Elsewhere on CUDA operands times their scales are

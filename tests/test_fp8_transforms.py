@@ -181,7 +181,7 @@ def test_one_graph_for_any_batch(recipe: str) -> None:
 
 def test_one_graph_of_experts_for_any_batch() -> None:
     layer = cuda_ext.nn.MixtureOfExperts(32, 16, 4, 2)
-    fp8.convert(layer, fp8.EXPERTS_RECIPE, least_features=1)
+    fp8.convert(layer, fp8.EXPERTS_RECIPES[0], least_features=1)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     for rows in (2, 5, 33):
         x = torch.randn(rows, 32)
@@ -227,7 +227,7 @@ def test_fake_tensors() -> None:
 
 def test_copies_and_pickles() -> None:
     experts = cuda_ext.nn.MixtureOfExperts(130, 16, 4, 2)
-    fp8.convert(experts, fp8.EXPERTS_RECIPE, least_features=1)
+    fp8.convert(experts, fp8.EXPERTS_RECIPES[0], least_features=1)
     for model in (converted(), experts):
         x = torch.randn(5, 130)
         with fp8.unchanged_weights():
