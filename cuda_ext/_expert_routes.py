@@ -18,8 +18,8 @@ __all__ = ["Routes", "sort", "sum_dtype"]
 
 
 class Routes(NamedTuple):
-    """Pairs of a token and one of its experts are sorted by experts: the rows of the products. Between experts there may
-    be rows of no pair, which have numbers after the last pair."""
+    """Pairs of a token and one of its experts are sorted by experts: the rows of the products. Between experts there
+    may be rows of no pair, whose numbers are after that of the last pair."""
 
     pairs: Tensor  # (rows,): the pair, token * k + i, of each row
     rows: Tensor  # (tokens, k): the row of each pair
@@ -35,8 +35,8 @@ class Routes(NamedTuple):
         return copies[self.token_of_rows(), self.pairs % top_k]
 
     def token_of_rows(self) -> Tensor:
-        """That of a row of no pair is the one after the last, of `with_zeros`."""
-        tokens = self.pairs.div(self.rows.shape[1], rounding_mode="floor")
+        """(rows,), int32. That of a row of no pair is the one after the last, of `with_zeros`."""
+        tokens = self.pairs.div(self.rows.shape[1], rounding_mode="floor").int()
         return tokens.clamp_(max=len(self.rows)) if self._has_gaps() else tokens
 
     def with_zeros(self, tokens: Tensor) -> Tensor:

@@ -72,13 +72,14 @@ def mixture_of_experts(
             ``(rows, F)``, the gate as a whole, which is told nothing of `gated`; all that autograd saves in it is kept.
         experts: of all ranks; default those of `w_up`. Required with `group`.
         group: ranks that share the experts; gloo or NCCL. Default None: all experts are here.
-        fp8: ``"blockwise"``: rows, gradients of rows and matrices are converted to float8_e4m3fn, with a power of two as
-            a scale for each 128 elements of rows and 128 x 128 of matrices, for all products
-            (`cuda_ext.scaled_grouped_mm`). The rows of an expert then begin at a multiple of 128, with zeros before it:
+        fp8: ``"blockwise"``: rows, gradients of rows and matrices are converted to float8_e4m3fn, with a power of two
+            as a scale for each 128 elements of rows and 128 x 128 of matrices, for all products
+            (`cuda_ext.scaled_grouped_mm`). The rows of an expert then begin at a multiple of 128, with zeros between:
             up to 127 rows more for each expert. ``"rowwise_with_gw_hp"``: a scale for each row and each line of a
-            matrix; products that give the gradients of matrices are in the dtype of the input. Matrices are converted from their own dtype, also under
-            autocast; once while `cuda_ext.fp8.unchanged_weights` is entered. Not with a function as `activation`;
-            backward gives first derivatives only. Default None: products in the dtype of the input.
+            matrix; products that give the gradients of matrices are in the dtype of the input. By both, matrices are
+            converted from their own dtype, also under autocast; once while `cuda_ext.fp8.unchanged_weights` is entered.
+            Not with a function as `activation`; backward gives first derivatives only. Default None: products in the
+            dtype of the input.
 
     Returns:
         ``(..., K)``, dtype of `input`; under autocast that of autocast.
@@ -136,9 +137,7 @@ class _Mlps(NamedTuple):
             options: dict[str, Any] = {"transposed": transposed, "gathered": gathered}
             of_rows = rows if quantized is None else quantized
             return multiply_groups(of_rows, matrices, ends, bias, recipe=self.fp8, dtype=rows.dtype, **options)
-        if gathered is not None:
-            rows = rows.index_select(0, gathered)
-        return grouped_mm(rows, matrices if transposed else matrices.mT, offs=ends, bias=bias)
+        return grouped_mm(rows, matrices if transposed else matrices.mT, offs=ends, indices=gathered, bias=bias)
 
     def hidden(
         self, rows: Tensor, ends: Tensor, gathered: Tensor | None = None, *, saves: bool = False
@@ -148,11 +147,10 @@ class _Mlps(NamedTuple):
         if callable(self.activation) or self.fp8 is not None:
             product = self.multiply(rows, self.w_up, ends, self.b_up, gathered=gathered)
             return self.gate()(product), product
-        rows = rows if gathered is None else rows.index_select(0, gathered)
         options: dict[str, Any] = {"activation": self.activation, "gated": self.gated}
         if not saves:
-            return grouped_mm(rows, self.w_up.mT, offs=ends, bias=self.b_up, **options), None
-        hidden, product = ops.grouped_mm_forward.default(rows, self.w_up.mT, ends, self.b_up, **options)
+            return grouped_mm(rows, self.w_up.mT, offs=ends, indices=gathered, bias=self.b_up, **options), None
+        hidden, product = ops.grouped_mm_forward.default(rows, self.w_up.mT, ends, self.b_up, gathered, **options)
         return hidden, product if needs_preact(self.activation, self.gated) else hidden
 
     def gate(self) -> Gate:
@@ -300,8 +298,10 @@ def _gradients(
         gradients[1] = grad_weights.to(weights.dtype)
     if for_down or for_b_down:
         grad_rows = grad_of_tokens.index_select(0, token_of_rows)
-        if for_down:
-            gradients[3] = _matrices_gradient(mlps.fp8, grad_rows, weighted_hidden, ends, mlps.w_down, _DOWN)
+        if for_down and mlps.fp8 == "blockwise":
+            gradients[3] = sum_groups(_DOWN, grad_rows, None, weighted_hidden, ends, mlps.w_down.dtype)
+        elif for_down:
+            gradients[3] = _matrices_gradient(grad_rows, weighted_hidden, ends, mlps.w_down, _DOWN)
         if for_b_down:
             gradients[5] = _sums(grad_rows, ends, weights_of_pairs.reshape(-1)[routes.pairs])
         del grad_rows
@@ -311,31 +311,26 @@ def _gradients(
     if mlps.fp8 == "blockwise" and for_up and for_tokens:
         of_rows, of_columns = both_of_groups(grad_product)
     if for_up:
-        rows = routes.with_zeros(tokens).index_select(0, token_of_rows)
-        gradients[2] = _matrices_gradient(mlps.fp8, grad_product, rows, ends, mlps.w_up, _UP, of_columns)
-        del rows
+        if mlps.fp8 == "blockwise":
+            rows = routes.with_zeros(tokens).index_select(0, token_of_rows)
+            gradients[2] = sum_groups(_UP, grad_product, of_columns, rows, ends, mlps.w_up.dtype)
+            del rows
+        else:
+            gradients[2] = _matrices_gradient(grad_product, tokens, ends, mlps.w_up, _UP, gathered=token_of_rows)
     if for_tokens:
         gradients[0] = routes.combine(mlps.multiply(grad_product, mlps.w_up, ends, transposed=True, quantized=of_rows))
     return gradients
 
 
 def _matrices_gradient(
-    fp8: str | None,
-    grad: Tensor,
-    rows: Tensor,
-    ends: Tensor,
-    matrices: Tensor,
-    input: int,
-    transposed_grad: Any = None,
+    grad: Tensor, rows: Tensor, ends: Tensor, matrices: Tensor, input: int, *, gathered: Tensor | None = None
 ) -> Tensor | None:
-    """(experts, N, K) of grad (rows, N) and rows (rows, K), in the dtype of the matrices, which are input `input` of
-    the autograd function; None if it went to their slot. transposed_grad: `grad` in FP8, if there is one."""
-    if fp8 == "blockwise":
-        return sum_groups(input, grad, transposed_grad, rows, ends, matrices.dtype)
-    if writes_to_slot(input, grad, ops.grouped_mm.slot, grad.t(), rows, ends):
+    """(experts, N, K) of grad (rows, N) and rows (rows, K), or ``rows[gathered]``, in the dtype of the matrices, which
+    are input `input` of the autograd function; None if it went to their slot."""
+    if writes_to_slot(input, grad, ops.grouped_mm.slot, grad.t(), rows, ends, gathered):
         return None
     dtype = None if matrices.dtype == rows.dtype else matrices.dtype
-    return grouped_mm(grad.t(), rows, offs=ends, out_dtype=dtype)
+    return grouped_mm(grad.t(), rows, offs=ends, indices=gathered, out_dtype=dtype)
 
 
 def _sums(rows: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:

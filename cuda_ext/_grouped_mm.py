@@ -23,6 +23,7 @@ def grouped_mm(
     mat_b: Tensor,
     *,
     offs: Tensor | None = None,
+    indices: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     activation: str | None = None,
@@ -46,6 +47,16 @@ def grouped_mm(
     decrease give undefined values in rows of several groups. float64 there is composed of PyTorch's
     products, after a copy of `offs` to the host.
 
+    **Gathered rows.** With `indices` the first form reads row ``indices[t]`` of `mat_a`, of shape ``(S, K)`` with any S,
+    where it would read row t: ``grouped_mm(mat_a[indices], ...)`` with the same bits, but no copy of T rows in memory.
+    The second form reads rows of `mat_b` ``(S, N)`` so, and the third columns of `mat_b` ``(K, S)``. Indices may repeat
+    and come in any order. On a GPU those out of range give rows of zeros; on a CPU, where those of the groups are
+    checked, they are an error. Kernels gather float16 and bfloat16; on a GPU rows of other dtypes are copied first. A
+    CPU copies up to 1,024 rows of a group at a time (in the second form all terms of a group). Backward gathers, too:
+    the gradient of `mat_b` is the second form. That of `mat_a` is the sum of the rows that each row gave, in their
+    order, in float32 (`torch.ops.aten.embedding_dense_backward`): the same bits in each call, unless a compiler replaces
+    that operation with one that is not deterministic.
+
     Differentiable to any order in reverse and forward mode: derivatives are grouped products, too. Rows of no group
     have a gradient of 0. For backward an activation saves what it saves in `cuda_ext.gemm`; a gate the product,
     ``(T, 2N)``.
@@ -54,6 +65,7 @@ def grouped_mm(
         mat_a, mat_b: float32, float16, bfloat16 or float64, both the same. On a GPU operands whose rows (in the second
             form columns of `mat_a`) are not contiguous are copied.
         offs: ``(groups,)``, int32 or int64: ends, which do not decrease, up to ``T``.
+        indices: ``(T,)``, int32 or int64: rows of the operand whose dim of length ``T`` is cut. Default None: 0, 1, ...
         bias: ``(groups, N)``, added to the rows of each group; not in the second and third form. Dtype of `mat_a` or of
             the output.
         out_dtype: float32, float16 or bfloat16; default the dtype of `mat_a`. float64 only for float64 inputs.
@@ -67,14 +79,16 @@ def grouped_mm(
         the transpose is contiguous, else the result.
 
     Raises:
-        RuntimeError: wrong shapes, dtypes or devices; on a CPU also ends that decrease or are out of range.
+        RuntimeError: wrong shapes, dtypes or devices; on a CPU also ends that decrease, and ends or indices that are out
+            of range.
         NotImplementedError: CUDA tensors, if no CUDA kernel is built.
     """
     sizes = f"mat_a {shape_of(mat_a)} and mat_b {shape_of(mat_b)}"
     epilogue = {"out_dtype": out_dtype, "activation": activation, "gated": gated}
     if mat_a.dim() == 3 and mat_b.dim() == 3:
-        if offs is not None:
-            raise RuntimeError(f"{_NAME}: expected no offs for matrices of all groups, got {sizes}")
+        if offs is not None or indices is not None:
+            name = "indices" if offs is None else "offs"
+            raise RuntimeError(f"{_NAME}: expected no {name} for matrices of all groups, got {sizes}")
         if gated:
             return _gated_bmm(mat_a, mat_b, bias, epilogue)
         c = None if bias is None else bias.unsqueeze(1)
@@ -85,12 +99,12 @@ def grouped_mm(
         refused = "no bias" if bias is not None else "gated=False" if gated else ""
         if refused:
             raise RuntimeError(f"{_NAME}: expected {refused} where the groups cut columns, {sizes}")
-        return _grouped_mm(mat_b.t(), mat_a.mT, offs, **epilogue).t()
-    return _grouped_mm(mat_a, mat_b, offs, bias, **epilogue)
+        return _grouped_mm(mat_b.t(), mat_a.mT, offs, None, indices, **epilogue).t()
+    return _grouped_mm(mat_a, mat_b, offs, bias, indices, **epilogue)
 
 
 def _gated_bmm(mat_a: Tensor, mat_b: Tensor, bias: Tensor | None, epilogue: dict[str, Any]) -> Tensor:
     """Groups of M rows each."""
     groups, m, k = mat_a.shape
     ends = torch.arange(1, groups + 1, device=mat_a.device, dtype=torch.int32) * m
-    return _grouped_mm(mat_a.reshape(groups * m, k), mat_b, ends, bias, **epilogue).unflatten(0, (groups, m))
+    return _grouped_mm(mat_a.reshape(groups * m, k), mat_b, ends, bias, None, **epilogue).unflatten(0, (groups, m))

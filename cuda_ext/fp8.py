@@ -7,7 +7,8 @@
 
 An operand is quantised with its scales just before a product, always from its own precision; for the product that
 sums over the rows its transpose is quantised, so that scales are constant along the sum. Parameters, gradients,
-optimizer and state dicts stay as they are.
+optimizer and state dicts stay as they are. Elements are rounded to nearest; with `stochastic_gradients`, those of
+gradients at random.
 
 Recipes:
 
@@ -35,8 +36,10 @@ from torch.autograd import forward_ad
 from torch.utils.weak import WeakIdKeyDictionary
 
 import cuda_ext._rules  # noqa: F401
+from cuda_ext._activations import ACTIVATIONS
 from cuda_ext._gathered_weights import GatheredWeight, gather, is_gathered, reason_not_to_gather
 from cuda_ext._load import ops
+from cuda_ext._rules.fp8_vmap import mapped_where_roundings_differ
 from cuda_ext._scaled_mm import scaled_grouped_mm, scaled_mm, scaling_number
 from cuda_ext._slot_write import writes_to_slot
 from cuda_ext._toolchain import NAMESPACE
@@ -61,12 +64,16 @@ def quantize(
     *,
     dtype: torch.dtype = torch.float8_e4m3fn,
     power_of_two: bool = False,
+    stochastic: bool = False,
+    activation: str | None = None,
+    gated: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Converts to FP8 with scales: ``input`` is about ``data * scales``.
 
     A scale is the largest finite magnitude of its block over the largest number of the format (448, or 57344 of
     float8_e5m2), at least 2**-126, and 1 for a block of zeros. An element is divided by it, as a product with its
-    reciprocal in float32, and rounded to nearest even; infinities become the largest number, NaN stays NaN.
+    reciprocal in float32, and rounded to nearest even, or with `stochastic` at random so that its mean is right;
+    infinities become the largest number, NaN stays NaN.
 
     For a product that sums over the rows of a matrix, quantise its transpose: scales must not change along a sum.
 
@@ -76,6 +83,15 @@ def quantize(
             `cuda_ext.scaled_mm` reads them.
         dtype: float8_e4m3fn (default) or float8_e5m2.
         power_of_two: whether scales are rounded up to powers of two, so that they add no rounding error. Default False.
+        stochastic: whether an element between two numbers of the format becomes either of them, each with the
+            probability that is its nearness, to 2**-28 of the least number. Numbers of the format stay. The random
+            numbers are Philox4x32-10 of a seed and an offset that PyTorch's default generator of the device supplies,
+            so that `torch.manual_seed` determines them; they do not depend on strides, and CPUs and GPUs compute the
+            same of a seed and an offset. Default False; not with `activation` or `gated`.
+        activation: quantises ``activation(input)`` without that matrix in memory: it is computed in float32 and rounded
+            to the dtype of the input, so the result is that of quantising what `cuda_ext.linear` or `gated_linear`
+            would have stored. A name that `cuda_ext.gemm` takes, or None (default).
+        gated: ``input`` is ``(R, 2C)``, and ``activation(input[:, :C]) * input[:, C:]`` is quantised. Default False.
 
     Returns:
         ``data``, ``(R, C)``, with rows that begin at multiples of 16 bytes, and ``scales``, float32, as
@@ -85,9 +101,25 @@ def quantize(
 
     Raises:
         RuntimeError: wrong shape, dtype or scaling.
+        NotImplementedError: `stochastic` for a DTensor: its ranks would draw numbers that differ between replicas, or
+            repeat between shards.
     """
-    quantized: tuple[Tensor, Tensor] = ops.quantize_fp8.default(input, dtype, scaling_number(scaling), power_of_two)
+    arguments = input, dtype, scaling_number(scaling), power_of_two
+    quantized: tuple[Tensor, Tensor] = _quantize(ops.quantize_fp8, arguments, stochastic, activation, gated)
     return quantized
+
+
+def _quantize(packet: Any, arguments: tuple[Any, ...], stochastic: bool, activation: str | None, gated: bool) -> Any:
+    if activation is not None or gated:
+        if stochastic:
+            raise RuntimeError(
+                f"{NAMESPACE}::quantize_fp8: expected stochastic=False with an activation or a gate, got True; "
+                "quantise the matrix that cuda_ext.linear or gated_linear returns"
+            )
+        return packet.activation(*arguments, activation=activation, gated=gated)
+    if stochastic:
+        return packet.stochastic(mapped_where_roundings_differ(arguments[0]), *arguments[1:])
+    return packet.default(*arguments)
 
 
 def quantize_both(
@@ -96,21 +128,27 @@ def quantize_both(
     *,
     dtype: torch.dtype = torch.float8_e4m3fn,
     power_of_two: bool = False,
+    stochastic: bool = False,
+    activation: str | None = None,
+    gated: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`quantize` of a matrix and of its transpose, each with its own scales, from one read of the matrix (two for
     ``"TensorWise"`` and ``"RowWise"``, whose scales depend on more than a tile).
 
     Args:
-        input, scaling, dtype, power_of_two: as `quantize`.
+        input, scaling, dtype, power_of_two, stochastic, activation, gated: as `quantize`. The transpose is rounded by
+            random numbers of its own.
 
     Returns:
         ``data``, ``(R, C)``, and its scales, then those of the transpose, ``(C, R)``.
 
     Raises:
-        RuntimeError: as `quantize`.
+        RuntimeError, NotImplementedError: as `quantize`.
     """
-    number = scaling_number(scaling)
-    both: tuple[Tensor, Tensor, Tensor, Tensor] = ops.quantize_fp8_both.default(input, dtype, number, power_of_two)
+    arguments = input, dtype, scaling_number(scaling), power_of_two
+    both: tuple[Tensor, Tensor, Tensor, Tensor] = _quantize(
+        ops.quantize_fp8_both, arguments, stochastic, activation, gated
+    )
     return both
 
 
@@ -144,15 +182,13 @@ class _Recipe:
     power_of_two: bool = True
     quantizes_weight_grad: bool = True  # the product that gives the gradient of the weight
 
-    def of(self, matrix: Tensor, scaling: str, dtype: torch.dtype = torch.float8_e4m3fn) -> _Quantized:
-        """The matrix for a product that sums along its rows."""
-        return _Quantized(*quantize(matrix, scaling, dtype=dtype, power_of_two=self.power_of_two), scaling)
+    def of(self, matrix: Tensor, scaling: str, **options: Any) -> _Quantized:
+        """The matrix for a product that sums along its rows. options: of `quantize`."""
+        return _Quantized(*quantize(matrix, scaling, power_of_two=self.power_of_two, **options), scaling)
 
-    def both_of(
-        self, matrix: Tensor, scaling: str, dtype: torch.dtype = torch.float8_e4m3fn
-    ) -> tuple[_Quantized, _Quantized]:
+    def both_of(self, matrix: Tensor, scaling: str, **options: Any) -> tuple[_Quantized, _Quantized]:
         """The same, and its transpose."""
-        both = quantize_both(matrix, scaling, dtype=dtype, power_of_two=self.power_of_two)
+        both = quantize_both(matrix, scaling, power_of_two=self.power_of_two, **options)
         return _Quantized(*both[:2], scaling), _Quantized(*both[2:], scaling)
 
     def of_groups(self, matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -316,9 +352,26 @@ def unchanged_weights() -> Iterator[None]:
 _WEIGHT = 1  # among the tensors that _Linear.apply is given
 
 
+class _LinearOptions(NamedTuple):
+    recipe: str
+    dtype: torch.dtype  # of the output
+    saves_rows: bool  # for the gradient of the weight
+    stochastic_gradients: bool
+    input_activation: str | None
+    input_gated: bool
+
+    @property
+    def of_input(self) -> dict[str, Any]:
+        """For `quantize`; none without a function of the input."""
+        if self.input_activation is None and not self.input_gated:
+            return {}
+        return {"activation": self.input_activation, "gated": self.input_gated}
+
+
 class _Linear(torch.autograd.Function):
     """Saves the weight, its transpose in FP8 if that is kept, or the weight in FP8 if that has been gathered; and the
-    transpose of the input in FP8, which is all that the gradient of the weight needs."""
+    transpose of the input in FP8, which is all that the gradient of the weight needs. Of a function of the input it
+    saves the input, too, for its gradient."""
 
     generate_vmap_rule = True
 
@@ -327,35 +380,34 @@ class _Linear(torch.autograd.Function):
         rows: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        recipe_name: str,
-        dtype: torch.dtype,
-        saves_rows: bool,
         kept: tuple[_Quantized, _Quantized | None] | None,
+        options: _LinearOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        recipe = _RECIPES[recipe_name]
+        recipe = _RECIPES[options.recipe]
         of_weight = recipe.of(weight, recipe.weight) if kept is None else kept[0]
-        if saves_rows and recipe.quantizes_weight_grad:
-            of_rows, saved = recipe.both_of(rows, recipe.tokens)
-            return of_rows.mm(of_weight, dtype, bias), saved.data, saved.scales
-        out = recipe.of(rows, recipe.tokens).mm(of_weight, dtype, bias)
+        if options.saves_rows and recipe.quantizes_weight_grad:
+            of_rows, saved = recipe.both_of(rows, recipe.tokens, **options.of_input)
+            return of_rows.mm(of_weight, options.dtype, bias), saved.data, saved.scales
+        out = recipe.of(rows, recipe.tokens, **options.of_input).mm(of_weight, options.dtype, bias)
         return out, rows.new_empty(0), rows.new_empty(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        rows, weight, bias, ctx.recipe, _, saves_rows, kept = inputs
+        rows, weight, bias, kept, options = inputs
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
-        keeps_rows = saves_rows and not _RECIPES[ctx.recipe].quantizes_weight_grad
+        quantizes_weight_grad = _RECIPES[options.recipe].quantizes_weight_grad
+        keeps_rows = (options.saves_rows and not quantizes_weight_grad) or bool(options.of_input)
         ctx.saves_transpose = kept is not None and kept[1] is not None
         of_weight = (weight, None) if kept is None else (kept[1] or kept[0])[:2]
         ctx.save_for_backward(*of_weight, rows if keeps_rows else None, *output[1:])
-        ctx.dtype, ctx.weight_dtype = rows.dtype, weight.dtype
+        ctx.options, ctx.dtype, ctx.weight_dtype = options, rows.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return (None,) * 7
+            return (None,) * 5
         ctx.creates_graph = torch.is_grad_enabled()
         return _Linear.gradients(ctx, grad)
 
@@ -363,25 +415,29 @@ class _Linear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, weight_scales, rows, data, scales = ctx.saved_tensors
-        recipe = _RECIPES[ctx.recipe]
+        options = ctx.options
+        recipe = _RECIPES[options.recipe]
         of_input, of_weight, of_bias = ctx.needs_input_grad[:3]
         quantizes_both = of_input and of_weight and recipe.quantizes_weight_grad
+        rounding = {"dtype": recipe.grad_dtype, "stochastic": options.stochastic_gradients}
         grad_input = grad_weight = grad_bias = transposed = None
         if of_input:
             if quantizes_both:
-                of_grad, transposed = recipe.both_of(grad, recipe.tokens, recipe.grad_dtype)
+                of_grad, transposed = recipe.both_of(grad, recipe.tokens, **rounding)
             else:
-                of_grad = recipe.of(grad, recipe.tokens, recipe.grad_dtype)
+                of_grad = recipe.of(grad, recipe.tokens, **rounding)
             if weight_scales is None:
                 by_columns = recipe.of(weight.t(), recipe.weight)
             else:
                 by_columns = _Quantized(weight, weight_scales, recipe.weight)
                 by_columns = by_columns if ctx.saves_transpose else by_columns.transposed()
             grad_input = of_grad.mm(by_columns, ctx.dtype)
+            if options.of_input:
+                grad_input, _ = ops.activation_backward.default(grad_input, rows, **options.of_input, bias_dtype=None)
         if of_weight:
             if recipe.quantizes_weight_grad:
                 if transposed is None:
-                    transposed = recipe.of(grad.t(), recipe.tokens, recipe.grad_dtype)
+                    transposed = recipe.of(grad.t(), recipe.tokens, **rounding)
                 of_rows = _Quantized(data, scales, recipe.tokens)
                 if ctx.creates_graph or not transposed.mm_to_slot(_WEIGHT, grad, of_rows):
                     grad_weight = transposed.mm(of_rows, ctx.weight_dtype)
@@ -396,7 +452,7 @@ class _Linear(torch.autograd.Function):
                     grad_weight = ops.gemm.default(low.t(), rows, out_dtype=ctx.weight_dtype)
         if of_bias:
             grad_bias = grad.sum(0, dtype=ctx.bias_dtype)
-        return grad_input, grad_weight, grad_bias, None, None, None, None
+        return grad_input, grad_weight, grad_bias, None, None
 
 
 def _has_tangent(tensor: Tensor | None) -> bool:
@@ -406,7 +462,16 @@ def _has_tangent(tensor: Tensor | None) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: str = "rowwise") -> Tensor:
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: str = "rowwise",
+    stochastic_gradients: bool = False,
+    input_activation: str | None = None,
+    input_gated: bool = False,
+) -> Tensor:
     """``input @ weight.T + bias`` in FP8, forward and backward.
 
     Args:
@@ -414,18 +479,30 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe:
         weight: ``(N, K)``, one of these dtypes.
         bias: ``(N,)``.
         recipe: how operands are quantised: see the module.
+        stochastic_gradients: whether backward rounds the gradient of the output at random, as ``quantize(...,
+            stochastic=True)``, so that the sums over it have no bias; input and weight are rounded to nearest all the
+            same. Default False.
+        input_activation, input_gated: multiplies ``activation(input)``, or with `input_gated` ``activation(input[...,
+            :K]) * input[..., K:]`` of an input ``(..., 2K)``, as the second layer of an MLP does. It is converted to
+            FP8 where it is computed, and never stored in the precision of the input, except with
+            ``"rowwise_with_gw_hp"`` in training. Default None and False.
 
     Returns:
         ``(..., N)``, dtype of `input`, or of autocast where that is enabled. Backward gives first derivatives only.
-        It needs the weight and K bytes for each row of the input.
+        It needs the weight and K bytes for each row of the input; with an activation or a gate the input, too.
 
     Raises:
         RuntimeError: wrong shapes, dtypes or recipe, second derivatives, forward mode.
     """
     checked_recipe(recipe)
-    if input.dim() == 0 or weight.dim() != 2 or input.shape[-1] != weight.shape[1]:
+    if input_activation not in ACTIVATIONS:
+        known = ", ".join(map(repr, ACTIVATIONS))
+        raise RuntimeError(f"{NAMESPACE}::fp8.linear: expected input_activation of {known}, got {input_activation!r}")
+    width = 2 if input_gated else 1
+    if input.dim() == 0 or weight.dim() != 2 or input.shape[-1] != width * weight.shape[1]:
+        expected = f"input (..., {'2K' if input_gated else 'K'}) and weight (N, K)"
         shapes = f"{tuple(input.shape)} and {tuple(weight.shape)}"
-        raise RuntimeError(f"{NAMESPACE}::fp8.linear: expected input (..., K) and weight (N, K), got {shapes}")
+        raise RuntimeError(f"{NAMESPACE}::fp8.linear: expected {expected}, got {shapes}")
     if not torch.compiler.is_compiling() and any(map(_has_tangent, (input, weight, bias))):
         raise RuntimeError(
             f"{NAMESPACE}::fp8.linear: expected reverse mode, got a tensor with a tangent of forward mode, which "
@@ -438,28 +515,46 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe:
     # `is_exporting` is always true.
     exports = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
     saves_rows = weight.requires_grad and torch.is_grad_enabled() and not exports
-    rows = input.flatten(0, -2) if input.dim() > 1 else input.unsqueeze(0)
     of = _RECIPES[recipe]
+    if saves_rows and not of.quantizes_weight_grad and (input_activation is not None or input_gated):
+        input = hidden(input, input_activation, input_gated)  # in its precision, for the gradient of the weight
+        input_activation, input_gated = None, False
+    rows = input.flatten(0, -2) if input.dim() > 1 else input.unsqueeze(0)
     kept: tuple[_Quantized, _Quantized | None] | None
     if isinstance(weight, GatheredWeight) and weight.scaling == of.weight:
         kept = _Quantized(weight.numbers, weight.scales, weight.scaling), None
     else:
         kept = _weights.get(weight, recipe, lambda weight: of.both_of(weight, of.weight))
-    out = _Linear.apply(rows, weight, bias, recipe, dtype, saves_rows, kept)[0]
+    options = _LinearOptions(recipe, dtype, saves_rows, stochastic_gradients, input_activation, input_gated)
+    out = _Linear.apply(rows, weight, bias, kept, options)[0]
     return out.view(*input.shape[:-1], weight.shape[0])
+
+
+def hidden(preact: Tensor, activation: str | None, gated: bool) -> Tensor:
+    """Between the two layers of an MLP: preact (..., F) or, gated, (..., 2F) -> (..., F)."""
+    if not gated:
+        return ACTIVATIONS[activation].function(preact)
+    gate, up = preact.chunk(2, -1)
+    return ACTIVATIONS[activation].function(gate) * up
 
 
 class Float8Linear(nn.Linear):
     """A `torch.nn.Linear` that multiplies in FP8; `convert` makes one of a layer by changing its class."""
 
     fp8: str | None  # the recipe; None: not in FP8
+    stochastic_gradients: bool = False
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        out = super().forward(input) if self.fp8 is None else linear(input, self.weight, self.bias, recipe=self.fp8)
+    def forward(self, input: Tensor, residual: Tensor | None = None, **of_input: Any) -> Tensor:
+        if self.fp8 is None:
+            out = super().forward(input)
+        else:
+            options: dict[str, Any] = {"recipe": self.fp8, "stochastic_gradients": self.stochastic_gradients}
+            out = linear(input, self.weight, self.bias, **options, **of_input)
         return out if residual is None else out + residual  # in place of a `cuda_ext.nn.Linear`
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, fp8={self.fp8}"
+        stochastic = ", stochastic_gradients=True" * self.stochastic_gradients
+        return f"{super().extra_repr()}, fp8={self.fp8}{stochastic}"
 
 
 class ConvertibleLayer(NamedTuple):
@@ -527,6 +622,7 @@ def convert(
     keep: Callable[[str, Any], bool] = _keep_none,
     *,
     least_features: int = 2048,
+    stochastic_gradients: bool = False,
 ) -> Report:
     """Makes the linear layers of a model multiply in FP8, in place: those of `torch.nn` and of `cuda_ext.nn`, also in
     other modules; by ``"rowwise_with_gw_hp"`` also experts: of `cuda_ext.nn`, and of models of transformers that
@@ -540,6 +636,7 @@ def convert(
         least_features: layers with fewer inputs or outputs, or hidden features of an expert, are kept: converting their
             operands would take longer than FP8 saves. Default 2048, where by the model of an H200 (docs/model.md) it
             begins to gain.
+        stochastic_gradients: of the linear layers, as `linear`; experts round to nearest. Default False.
 
     Returns:
         a `Report`; print it.
@@ -560,6 +657,8 @@ def convert(
         if type(layer) is nn.Linear:
             layer.__class__ = Float8Linear
         setattr(layer, "fp8", recipe)  # noqa: B010
+        if isinstance(layer, nn.Linear):
+            setattr(layer, "stochastic_gradients", stochastic_gradients)  # noqa: B010
         report.converted.append(name)
         report.experts += not isinstance(layer, nn.Linear)
     return report
@@ -623,6 +722,7 @@ def revert(model: nn.Module) -> None:
                 "FSDP2 gathers in FP8; make the model again, and load its state dict"
             )
     for layer in model.modules():
+        vars(layer).pop("stochastic_gradients", None)
         if type(layer) is Float8Linear:
             del layer.fp8
             layer.__class__ = nn.Linear  # type: ignore[assignment]

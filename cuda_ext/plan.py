@@ -129,6 +129,7 @@ def gemm_plan(
     residual: Tensor | None = None,
     gated: bool = False,
     offs: Tensor | None = None,
+    indices: Tensor | None = None,
     device: str | None = None,
 ) -> GemmPlan:
     """The plan of `cuda_ext.gemm` for these arguments: kernel, tile, division of the work, predicted cost.
@@ -145,7 +146,8 @@ def gemm_plan(
     Args:
         a, b, c, bias, activation, alpha, beta, out_dtype: as in `cuda_ext.gemm`.
         residual: as in `cuda_ext.linear`.
-        offs: as in `cuda_ext.grouped_mm`, then without c and residual.
+        offs, indices: as in `cuda_ext.grouped_mm`, then without c and residual. Rows that are gathered by a copy are
+            among the plan's `copies`.
         gated: the columns of b are ``[gate, up]``, as in `cuda_ext.gated_linear`; without c.
         device: a GPU to plan for, such as "a100" or "h100" (all: `cuda_ext.plan.GPUS`); default the device of the
             tensors.
@@ -159,19 +161,21 @@ def gemm_plan(
     """
     name, gpu = _named_gpu("gemm_plan", device)
     is_fp8 = a.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
-    others = {"c": c, "residual": residual}
+    others: dict[str, Any] = {"c": c, "residual": residual}
     if is_fp8:
         others |= {"activation": activation, "gated": gated or None}
     given = [name for name, value in others.items() if value is not None]
     alone = offs is not None or is_fp8
     check(not (alone and given), "gemm_plan", f"expected no {', '.join(given)} with offs, or operands in FP8")
+    check(offs is not None or indices is None, "gemm_plan", "expected no indices without offs")
     tensors = [tensor for tensor in (a, b, c, bias, residual) if tensor is not None]
     for_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     kernel, limit, refusal, numbers, cycles = ops._gemm_plan(
-        a, b, c, bias, residual, offs, activation, alpha, beta, out_dtype, gated, for_backward, *gpu[:2]
+        a, b, c, bias, residual, offs, indices, activation, alpha, beta, out_dtype, gated, for_backward, *gpu[:2]
     )
     found = {
-        "m": (1 if alone else math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))) * a.shape[-2],
+        "m": (1 if alone else math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])))
+        * (len(indices) if indices is not None and b.dim() == 3 else a.shape[-2]),
         "n": b.shape[-1],
         "k": a.shape[-1],
         "dtype": a.dtype,

@@ -62,10 +62,13 @@ def test_vmap_calls_once_where_scales_are_of_rows(monkeypatch: pytest.MonkeyPatc
     """The mapped dimension becomes more rows."""
     from cuda_ext._rules import fp8_vmap
 
-    calls = []
-    for name in ("_quantize", "_scaled_mm"):
-        op = getattr(fp8_vmap, name)
-        monkeypatch.setattr(fp8_vmap, name, lambda *args, op=op, **options: calls.append(op) or op(*args, **options))
+    calls: list[Any] = []
+
+    def counting(op: Any) -> Any:
+        return lambda *args, **options: calls.append(op) or op(*args, **options)
+
+    monkeypatch.setitem(fp8_vmap._quantize, "default", counting(fp8_vmap._quantize["default"]))
+    monkeypatch.setattr(fp8_vmap, "_scaled_mm", counting(fp8_vmap._scaled_mm))
     x, (b, scale_b) = torch.randn(3, 5, 200), fp8.quantize(torch.randn(7, 200), "BlockWise128x128")
     torch.vmap(lambda each: fp8.quantize(each, "RowWise"))(x)
     assert len(calls) == 1

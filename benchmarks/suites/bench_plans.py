@@ -70,7 +70,7 @@ def planned(shape: Shape, layout: str, dtype: str) -> dict[str, tuple[Plan, floa
             for division in DIVISIONS:
                 wanted = (config, cluster, *division)
                 kernel, _, _, numbers, cycles = ops._gemm_plan(
-                    a, b, None, None, None, None, None, 1.0, 1.0, None, False, False, *device, *wanted
+                    a, b, None, None, None, None, None, None, 1.0, 1.0, None, False, False, *device, *wanted
                 )
                 plan = tuple(numbers.get(name, 0) for name in ("config", "cluster", "k_blocks", "splits"))
                 asked = tuple(number or planned for number, planned in zip(wanted[2:], plan[2:]))

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "base/dtype.h"
+#include "base/philox.h"
 #include "cpu/isa.h"
 
 namespace cuda_ext {
@@ -21,15 +22,6 @@ enum class BiasKind : uint8_t {
   kStorage,       // the dtype of the call
   kAccumulation,  // the accumulation type
   kBoolean,       // on CUDA: bytes, 1 where a key is visible, 0 where it is hidden
-};
-
-// Seed and offset of random numbers. In a captured CUDA graph they are in memory, because each replay has new ones:
-// written by the graph's generator, or by forward for its backward. `offset` is then added to the one in memory.
-struct RngSource {
-  const uint64_t* seed_at = nullptr;  // null: use `seed` and `offset`
-  const uint64_t* offset_at = nullptr;
-  uint64_t seed = 0;
-  uint64_t offset = 0;
 };
 
 // Where the keys and values of each sequence are, if they are in a cache. A sequence has the keys of rows

@@ -1,44 +1,14 @@
 // Dropout: the same probs are dropped as on the CPU (attention/cpu/logits.h), and in forward and backward.
 #pragma once
 
-#include "arch/memory.cuh"
+#include "arch/random.cuh"
 #include "arch/warp.cuh"
 #include "attention/attention.h"
 
 namespace cuda_ext::attention {
 
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
-DEVICE void philox(uint64_t seed, uint64_t offset, uint64_t counter, uint32_t (&words)[4]) {
-  uint32_t key0 = uint32_t(seed), key1 = uint32_t(seed >> 32);
-  words[0] = uint32_t(counter);
-  words[1] = uint32_t(counter >> 32);
-  words[2] = uint32_t(offset);
-  words[3] = uint32_t(offset >> 32);
-#pragma unroll
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t product0 = uint64_t(0xD2511F53) * words[0];
-    const uint64_t product1 = uint64_t(0xCD9E8D57) * words[2];
-    words[0] = uint32_t(product1 >> 32) ^ words[1] ^ key0;
-    words[1] = uint32_t(product1);
-    words[2] = uint32_t(product0 >> 32) ^ words[3] ^ key1;
-    words[3] = uint32_t(product0);
-    key0 += 0x9E3779B9;
-    key1 += 0xBB67AE85;
-  }
-}
-
-// The seed and offset of one call, after adding those in memory.
-struct RngState {
-  uint64_t seed, offset;
-};
-DEVICE RngState load_rng(const RngSource& source) {
-  RngState state{source.seed, source.offset};
-  if (source.seed_at != nullptr) {
-    state.seed = arch::load_global<uint64_t>(source.seed_at);
-    state.offset += arch::load_global<uint64_t>(source.offset_at);
-  }
-  return state;
-}
+using arch::load_rng;
+using arch::RngState;
 DEVICE void store_rng(uint64_t* to, const RngState& state) {
   arch::store_global(to, state.seed);
   arch::store_global(to + 1, state.offset);
@@ -66,7 +36,7 @@ struct Dropout {
 #pragma unroll
       for (int n = 0; n < key_tiles; ++n) {
         uint32_t words[4];
-        philox(state.seed, state.offset, counter + 2 * n, words);
+        arch::philox(state, counter + 2 * n, words);
         const uint32_t got0 = arch::shuffle_xor(odd ? words[0] : words[2], 1);
         const uint32_t got1 = arch::shuffle_xor(odd ? words[1] : words[3], 1);
         const uint32_t mine[4] = {odd ? got0 : words[0], odd ? got1 : words[1], odd ? words[2] : got0,
@@ -88,8 +58,7 @@ struct Dropout {
     const bool odd = lane % 2 == 1, high = lane / 2 == 1;
     const RngState state = load_rng(rng);
     uint32_t words[4];
-    philox(state.seed, state.offset,
-           uint64_t(number + lane % 2) * uint64_t(row_groups) + uint64_t(key / 4 + lane / 2 * 2), words);
+    arch::philox(state, uint64_t(number + lane % 2) * uint64_t(row_groups) + uint64_t(key / 4 + lane / 2 * 2), words);
     uint32_t exchanged[4];
 #pragma unroll
     for (int k = 0; k < 4; k += 2) {

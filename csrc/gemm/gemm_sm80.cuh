@@ -112,6 +112,15 @@ struct Gemm {
   DEVICE static int k_tiles(const GemmPlan& plan, const Position&) { return plan.k_tiles; }
   DEVICE static int k_tail(const GemmPlan& plan, const Position&) { return plan.k_tail; }  // the depth of the last
   DEVICE static int first_term(const Position&) { return 0; }
+  // The tiles of a and b, one k tile after the other.
+  template <class Tile>
+  DEVICE static CopyA copy_of_a(const GemmParams& params, const GemmPlan& plan, const Tile& position) {
+    return {params.a.data, plan.a, position.row, position.row_end(params), false};
+  }
+  template <class Tile>
+  DEVICE static CopyB copy_of_b(const GemmParams& params, const GemmPlan& plan, const Tile& position) {
+    return {params.b.data, plan.b, position.column, params.n, has_gate_up(params)};
+  }
 
   DEVICE static int warp_row() { return arch::thread_index() / arch::kWarpSize % kWarpsM; }
   DEVICE static int warp_column() { return arch::thread_index() / arch::kWarpSize / kWarpsM; }
@@ -265,8 +274,8 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
   if (left <= 0) return;
   const auto k_tiles = [&] { return Gemm::k_tiles(plan, position); };  // of a product
 
-  typename Gemm::CopyA copy_a(params.a.data, plan.a, position.row, position.row_end(params), false);
-  typename Gemm::CopyB copy_b(params.b.data, plan.b, position.column, params.n, has_gate_up(params));
+  auto copy_a = Gemm::copy_of_a(params, plan, position);
+  auto copy_b = Gemm::copy_of_b(params, plan, position);
   const auto advance_elements = [&](int64_t a, int64_t b) {
     copy_a.advance(a * int64_t(sizeof(typename Gemm::Element)));
     copy_b.advance(b * int64_t(sizeof(typename Gemm::Element)));

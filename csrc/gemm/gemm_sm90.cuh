@@ -14,7 +14,8 @@
 //                of b's tile for all of them. Those of a column have the same tile, and a part of its k tiles each; the
 //                first adds the sums of the others, in the order of k, to its own and stores the tile. If k_blocks is
 //                more than 1, each cluster has one work item, so that nothing overwrites sums.
-// Barriers       full[stage]: 1 arrival, of the producer, and the bytes of both operands.
+// Barriers       full[stage]: 1 arrival, of the producer, and the bytes of both operands. If rows of one are gathered,
+//                the bytes of the other, and 64 arrivals more (gather_sm90.cuh).
 //                empty[stage]: 1 arrival per consumer that reads the stage, from each block of the row.
 //                sent[consumer]: 1 arrival per block that sends sums, of this consumer.
 //                Named barriers 1, 2: the 128 threads of a consumer, around what they share in shared memory.
@@ -37,7 +38,8 @@
 // Split k        Within a cluster (see there), or through memory as in gemm_sm80.cuh: the last block of a tile to
 //                arrive adds the sums in the order of k. Each consumer adds its own part of the tile.
 //
-// Grouped         products have other work items, which find their group on the device (groups_sm90.cuh).
+// Grouped        products have other work items, which find their group on the device (groups_sm90.cuh). If rows of an
+//                operand are gathered, warps 1 and 2 of warpgroup 0 load it (gather_sm90.cuh).
 #pragma once
 
 #include "arch/cluster.cuh"
@@ -151,6 +153,8 @@ struct Gemm {
     uint32_t arrived[kConsumers];  // split k: the number of blocks of this part that arrived before this one
   };
   static_assert(sizeof(Stage) % 1024 == 0 && sizeof(Storage) <= 227 * 1024);
+  // Of a stage, what TMA loads, and the threads that load the rest.
+  static constexpr int kTmaBytes = sizeof(Stage), kGathersWith = 0;
 
   // sums (kRowBlocks, 64, block_n) = or += the products of a k tile, from descriptors of its operands.
   DEVICE static void multiply(Accumulators& sums, uint64_t a, uint64_t b, int overwrite) {
@@ -246,7 +250,7 @@ DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const Tensor
       arch::barrier_wait_relaxed(shared.empty[ring.stage], ring.parity ^ 1);
       arch::sync_warp();  // a lane that came later might find the stage released once more, and wait for ever
       Barrier& full = shared.full[ring.stage];
-      if (lane == 0) arch::barrier_arrive_expect(full, sizeof(typename Gemm::Stage));
+      if (lane == 0) arch::barrier_arrive_expect(full, Gemm::kTmaBytes);
       const SharedAddress to = arch::shared_address(&shared.stages[ring.stage]) + offset;
       constexpr bool kAlongKA = Gemm::kAMajor == Major::kK, kAlongKB = Gemm::kBMajor == Major::kK;
       // Load this lane's piece.
@@ -454,7 +458,7 @@ DEVICE void run_block(const GemmParams& params, const GemmPlan& plan, const Tens
                       typename Gemm::Storage& shared, const Store& store) {
   if (arch::thread_index() < Gemm::kStages) {
     const int stage = arch::thread_index();
-    arch::barrier_init(shared.full[stage], 1);
+    arch::barrier_init(shared.full[stage], 1 + Gemm::kGathersWith);
     arch::barrier_init(shared.empty[stage], (Gemm::kPingPong ? 1 : kConsumers) * plan.cluster);
     if (plan.k_blocks > 1 && stage < kConsumers) arch::barrier_init(shared.sent[stage], plan.k_blocks - 1);
     arch::fence_barrier_init();
@@ -477,6 +481,8 @@ DEVICE void run_block(const GemmParams& params, const GemmPlan& plan, const Tens
     if (arch::thread_index() < arch::kWarpSize) {
       produce<Gemm>(params, plan, maps, shared);
       arch::grid_launch_dependents();
+    } else if constexpr (Gemm::kGathersWith > 0) {
+      if (arch::thread_index() < arch::kWarpSize + Gemm::kGathersWith) Gemm::gather(params, plan, shared);
     }
   } else {
     arch::increase_registers<Gemm::kConsumerRegisters>();

@@ -24,11 +24,13 @@ GemmParams product_of_group(const GemmParams& params, const int32_t* ends, int64
   const auto end_of = [&](int64_t g) { return g < 0 ? 0 : std::clamp<int64_t>(ends[g], 0, size); };
   const int64_t begin = end_of(group - 1), end = is_rest ? size : std::max(begin, end_of(group));
   GemmParams product = params;
+  const int32_t* const indices = params.groups.indices;
   product.groups = {};
+  if (indices != nullptr && !is_rest) product.groups.indices = indices + begin;
   product.batch_dims = 0;
   if (of_rows) {
     product.m = end - begin;
-    offset_by(product.a, begin * params.a.row_stride);
+    if (indices == nullptr) offset_by(product.a, begin * params.a.row_stride);
     offset_by(product.out, begin * params.n);
     offset_by(product.preact_out, begin * params.n * (params.gated ? 2 : 1));
     if (is_rest) {
@@ -41,11 +43,65 @@ GemmParams product_of_group(const GemmParams& params, const int32_t* ends, int64
   } else {
     product.k = end - begin;
     offset_by(product.a, begin * params.a.column_stride);
-    offset_by(product.b, begin * params.b.row_stride);
+    if (indices == nullptr) offset_by(product.b, begin * params.b.row_stride);
     offset_by(product.out, group * params.m * params.n);
   }
   return product;
 }
+
+namespace {
+
+// to (rows, columns) = the rows of `from` at these indices.
+template <class Word>
+void copy_rows(const Operand& from, const int32_t* indices, int64_t rows, int64_t columns, Word* to) {
+  const int64_t grain = 1 + (64 << 10) / std::max<int64_t>(1, columns);
+  cpu::parallel_for(rows, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const Word* const row = static_cast<const Word*>(from.data) + indices[i] * from.row_stride;
+      if (from.column_stride == 1)
+        std::copy_n(row, columns, to + i * columns);
+      else
+        for (int64_t j = 0; j < columns; ++j) to[i * columns + j] = row[j * from.column_stride];
+    }
+  });
+}
+
+// The operand (rows, columns) whose rows are those at the indices, in `scratch`.
+Operand gathered(const Operand& from, const int32_t* indices, int64_t rows, int64_t columns, void* scratch) {
+  switch (size_of(from.dtype)) {
+    case 2: copy_rows(from, indices, rows, columns, static_cast<uint16_t*>(scratch)); break;
+    case 4: copy_rows(from, indices, rows, columns, static_cast<uint32_t*>(scratch)); break;
+    default: copy_rows(from, indices, rows, columns, static_cast<uint64_t*>(scratch));
+  }
+  return {scratch, from.dtype, columns, 1, {}};
+}
+
+// The product of a group. Of rows that are gathered it copies a part at a time, of terms those of the group.
+void run_product(const GemmParams& product, Groups::Cut cut) {
+  constexpr int64_t kMostRows = 1024;  // of a part, all about as large: the method depends on the number of rows
+  const int32_t* const indices = product.groups.indices;
+  if (indices == nullptr) return launch_gemm(product);
+  GemmParams part = product;
+  part.groups = {};
+  if (cut == Groups::Cut::kTerms) {
+    const cpu::Scratch rows(product.k * product.n * int64_t(size_of(product.b.dtype)));
+    part.b = gathered(product.b, indices, product.k, product.n, rows.as<void>());
+    return launch_gemm(part);
+  }
+  const int64_t parts = (product.m + kMostRows - 1) / kMostRows, most = (product.m + parts - 1) / parts;
+  const cpu::Scratch rows(most * product.k * int64_t(size_of(product.a.dtype)));
+  for (int64_t first = 0; first < product.m; first += most) {
+    part.m = std::min(most, product.m - first);
+    part.a = gathered(product.a, indices + first, part.m, product.k, rows.as<void>());
+    part.out = product.out;
+    part.preact_out = product.preact_out;
+    offset_by(part.out, first * product.n);
+    offset_by(part.preact_out, first * product.n * (product.gated ? 2 : 1));
+    launch_gemm(part);
+  }
+}
+
+}  // namespace
 
 void run_grouped_gemm(const GemmParams& params) {
   std::vector<GemmParams> products;
@@ -63,9 +119,9 @@ void run_grouped_gemm(const GemmParams& params) {
   const double large = all_work / (4 * cpu::num_threads());
   size_t next = 0;
   while (next < products.size() && (cpu::num_threads() == 1 || work_of(products[next]) > large))
-    launch_gemm(products[next++]);
+    run_product(products[next++], params.groups.cut);
   cpu::run_workers(int64_t(products.size() - next), [&](cpu::TaskQueue& queue) {
-    for (int64_t index; queue.next(index);) launch_gemm(products[next + size_t(index)]);
+    for (int64_t index; queue.next(index);) run_product(products[next + size_t(index)], params.groups.cut);
   });
 }
 

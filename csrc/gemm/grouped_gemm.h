@@ -9,6 +9,7 @@ namespace cuda_ext {
 inline int64_t number_of_products(const GemmParams& params) {
   return params.groups.count + (params.groups.cut == Groups::Cut::kRows ? 1 : 0);
 }
+// If rows are gathered, its groups.indices are those of the product, and nothing else of its groups is set.
 GemmParams product_of_group(const GemmParams& params, const int32_t* ends, int64_t group);
 
 // All of them on the CPU.

@@ -11,11 +11,11 @@
 namespace cuda_ext {
 namespace sm80 {
 
-template <class T, Arithmetic arithmetic, bool b_k_major, Groups::Cut cut>
+template <class T, Arithmetic arithmetic, bool b_k_major, Groups::Cut cut, bool gathers>
 void launch_grouped(const GemmParams& params, const GemmPlan& plan, rt::Stream stream) {
   constexpr int kFirst = first_grouped_shape(arithmetic);
   const auto launch = [&]<int shape>() {
-    using Kernel = GroupedGemm<T, arithmetic, b_k_major, kTiles[int(arithmetic)][shape], cut>;
+    using Kernel = GroupedGemm<T, arithmetic, b_k_major, kTiles[int(arithmetic)][shape], cut, gathers>;
     rt::launch<gemm_sm80<Kernel>>("gemm_sm80",
                                   {.grid = {plan.tiles, 1},
                                    .threads = Kernel::kThreads,
@@ -31,6 +31,15 @@ void launch_grouped(const GemmParams& params, const GemmPlan& plan, rt::Stream s
     launch.template operator()<kLast>();
 }
 
+template <class T, Arithmetic arithmetic, bool gathers>
+void launch_grouped(const GemmParams& params, const GemmPlan& plan, rt::Stream stream) {
+  if (params.groups.cut == Groups::Cut::kTerms)
+    return launch_grouped<T, arithmetic, false, Groups::Cut::kTerms, gathers>(params, plan, stream);
+  if (is_grouped_b_k_major(params))
+    return launch_grouped<T, arithmetic, true, Groups::Cut::kRows, gathers>(params, plan, stream);
+  launch_grouped<T, arithmetic, false, Groups::Cut::kRows, gathers>(params, plan, stream);
+}
+
 }  // namespace sm80
 
 template <class T, Float32Product float32>
@@ -38,11 +47,9 @@ void GroupedGemmSm80<T, float32>::launch(const GemmParams& params, void* stream)
   using namespace sm80;
   constexpr Arithmetic kArithmetic = kArithmeticOf<T, float32>;
   const GemmPlan plan = choose_grouped_plan(params, kArithmetic, rates_of(rt::describe_device("gemm_sm80")));
-  if (params.groups.cut == Groups::Cut::kTerms)
-    return launch_grouped<T, kArithmetic, false, Groups::Cut::kTerms>(params, plan, stream);
-  if (is_grouped_b_k_major(params))
-    return launch_grouped<T, kArithmetic, true, Groups::Cut::kRows>(params, plan, stream);
-  launch_grouped<T, kArithmetic, false, Groups::Cut::kRows>(params, plan, stream);
+  if constexpr (sizeof(T) == 2)  // other rows are copied before the product (ops/grouped_mm.cpp)
+    if (params.groups.indices != nullptr) return launch_grouped<T, kArithmetic, true>(params, plan, stream);
+  launch_grouped<T, kArithmetic, false>(params, plan, stream);
 }
 
 }  // namespace cuda_ext

@@ -10,15 +10,22 @@ namespace cuda_ext::sm90 {
 template <class T, bool a_k_major, bool b_k_major>
 void GroupedGemmSm90<T, a_k_major, b_k_major>::launch(const GemmParams& params, const GemmPlan& plan,
                                                       const TensorMaps& maps, void* stream) {
-  const auto launch_config = [&]<int config>() {
-    using Kernel = std::conditional_t<a_k_major, GroupsOfRows<T, b_k_major ? Major::kK : Major::kMn, kConfigs[config]>,
-                                      GroupsOfTerms<T, kConfigs[config]>>;
+  const auto launch_config = [&]<int config, bool gathers>() {
+    constexpr Major kMajorB = b_k_major ? Major::kK : Major::kMn;
+    using Kernel = std::conditional_t<a_k_major, GroupsOfRows<T, kMajorB, kConfigs[config], gathers>,
+                                      GroupsOfTerms<T, kConfigs[config], gathers>>;
     launch_clusters<gemm_sm90<Kernel>, Kernel>("gemm_sm90", plan.clusters, plan.cluster, stream, params, plan, maps);
   };
-  if (plan.config == kGroupedConfigs[0])
-    launch_config.template operator()<kGroupedConfigs[0]>();
+  const auto launch = [&]<bool gathers>() {
+    if (plan.config == kGroupedConfigs[0])
+      launch_config.template operator()<kGroupedConfigs[0], gathers>();
+    else
+      launch_config.template operator()<kGroupedConfigs[1], gathers>();
+  };
+  if (params.groups.indices != nullptr)
+    launch.template operator()<true>();
   else
-    launch_config.template operator()<kGroupedConfigs[1]>();
+    launch.template operator()<false>();
 }
 
 }  // namespace cuda_ext::sm90

@@ -22,12 +22,15 @@ inline GemmChoice choose_grouped_plan(const GemmParams& params, const rt::Device
   if (!can_store_by_tma(params)) return refuse("the output's rows do not begin at multiples of 16 bytes");
   GemmParams of_all = params;  // one product, whose tiles are those of all groups
   if (of_rows) of_all.batch_dims = 0;
+  const bool gathers = params.groups.indices != nullptr;
   const auto plan_of = [&](int index) {
     const GemmConfig& config = kConfigs[index];
     // Blocks that share b have tiles of the same group: of an odd number, one block has none.
     const int64_t row_tiles = ceil_div(of_rows ? ceil_div(params.m, params.groups.count) : params.m, config.block_m);
-    const int cluster = (of_rows ? row_tiles >= 4 : row_tiles % 2 == 0) && device.num_sms > 1 ? 2 : 1;
+    const bool shares_b = of_rows || !gathers;
+    const int cluster = shares_b && (of_rows ? row_tiles >= 4 : row_tiles % 2 == 0) && device.num_sms > 1 ? 2 : 1;
     GemmPlan plan = make_plan(of_all, index, cluster, a, b);
+    if (gathers) (of_rows ? plan.a : plan.b).pieces = 0;  // TMA does not load it
     plan.split_k_tiles = plan.all_k_tiles;
     plan.raster = 8 / cluster;
     // Each group of rows may have a tile that is not full.

@@ -2,6 +2,7 @@
 // the device knows the groups; the grid has as many blocks as any could need, and those without a tile end at once.
 #pragma once
 
+#include "gemm/gather_sm80.cuh"
 #include "gemm/gemm_sm80.cuh"
 #include "gemm/groups.cuh"
 
@@ -21,8 +22,8 @@ struct GroupPosition : epilogue::TilePosition {
 };
 
 // Operands must be contiguous along k, or b along n, if rows are cut (a_k_major); along m and n if terms are: wherever
-// a group begins, they are then as aligned as the whole.
-template <class T, Arithmetic arithmetic, bool b_k_major, GemmConfig config, Groups::Cut cut>
+// a group begins, they are then as aligned as the whole. gathers: rows of a, or terms of b, are those at indices.
+template <class T, Arithmetic arithmetic, bool b_k_major, GemmConfig config, Groups::Cut cut, bool gathers = false>
 struct GroupedGemm : Gemm<T, arithmetic, cut == Groups::Cut::kRows, b_k_major, config> {
   using Base = Gemm<T, arithmetic, cut == Groups::Cut::kRows, b_k_major, config>;
   static_assert(cut == Groups::Cut::kRows || !b_k_major);
@@ -37,6 +38,19 @@ struct GroupedGemm : Gemm<T, arithmetic, cut == Groups::Cut::kRows, b_k_major, c
   DEVICE static int k_tiles_of_block(const GemmPlan& plan, const Position& position) { return k_tiles(plan, position); }
   DEVICE static int k_tail(const GemmPlan& plan, const Position& position) {
     return position.terms - (k_tiles(plan, position) - 1) * Base::kBlockK;
+  }
+  DEVICE static auto copy_of_a(const GemmParams& params, const GemmPlan& plan, const Position& position) {
+    if constexpr (gathers && cut == Groups::Cut::kRows)
+      return GatheredRowsCopy<typename Base::TileA, Base::kThreads>(params, plan.a, int(position.row), position.end);
+    else
+      return Base::copy_of_a(params, plan, position);
+  }
+  DEVICE static auto copy_of_b(const GemmParams& params, const GemmPlan& plan, const Position& position) {
+    if constexpr (gathers && cut == Groups::Cut::kTerms)
+      return GatheredTermsCopy<typename Base::TileB, Base::kThreads>(params, plan.b, position.column, position.begin,
+                                                                     position.end);
+    else
+      return Base::copy_of_b(params, plan, position);
   }
   DEVICE static int first_term(const Position& position) { return cut == Groups::Cut::kTerms ? position.begin : 0; }
 

@@ -5,8 +5,10 @@
 //          its own, and stores only its own: slabs of 16 rows that are whole by TMA, others by the lanes of the warp.
 // Terms    The groups are the batches of the output, each with its own number of k tiles, at least one. The last k tile
 //          has terms of the next group, which the consumers clear in shared memory, of both operands: 0 x NaN is NaN.
+// Gathered Rows of a, or terms of b, are at indices: gather_sm90.cuh loads them.
 #pragma once
 
+#include "gemm/gather_sm90.cuh"
 #include "gemm/gemm_sm90.cuh"
 #include "gemm/groups.cuh"
 
@@ -25,13 +27,27 @@ struct GroupTermsItem {
   int last_terms;  // of the last k tile
 };
 
-template <class T, Major b_major, GemmConfig config>
+template <class T, Major b_major, GemmConfig config, bool gathers>
 struct GroupsOfRows : Gemm<T, Major::kK, b_major, config> {
   using Base = Gemm<T, Major::kK, b_major, config>;
   using Position = GroupPosition;
   static constexpr bool kTmaOnly = true;
   static constexpr Groups::Cut kCut = Groups::Cut::kRows;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // 3 * 168: the producer finds groups, too
+  static constexpr int kGathersWith = gathers ? kGatherThreads : 0;
+  static constexpr int kTmaBytes = gathers ? sizeof(Base::Stage::b) : sizeof(typename Base::Stage);
+
+  DEVICE static void gather(const GemmParams& params, const GemmPlan& plan, typename Base::Storage& shared) {
+    sm90::gather<GroupsOfRows>(params, plan, shared);
+  }
+  DEVICE static auto gather_item(const GemmParams& params, const GroupRowsItem& work) {
+    return [&params, rows = RowsGather<Base::kBlockM>(params.groups, work.row, work.row_end)](
+               typename Base::Stage& stage, int k_tile) {
+      constexpr int64_t kBytes = sizeof(T);
+      rows.copy(arch::shared_address(stage.a), params.a.data, params.a.row_stride * kBytes, params.k * kBytes,
+                int64_t(k_tile) * kLineBytes);
+    };
+  }
 
   DEVICE static GroupedRows<false> rows(const GemmParams& params, const GemmPlan& plan) {
     return {params.groups, int(params.m), Base::kBlockM * plan.cluster, plan.column_tiles};
@@ -60,12 +76,28 @@ struct GroupsOfRows : Gemm<T, Major::kK, b_major, config> {
   }
 };
 
-template <class T, GemmConfig config>
+template <class T, GemmConfig config, bool gathers>
 struct GroupsOfTerms : Gemm<T, Major::kMn, Major::kMn, config> {
   using Base = Gemm<T, Major::kMn, Major::kMn, config>;
   static constexpr bool kTmaOnly = true, kTmaGateUp = false;
   static constexpr Groups::Cut kCut = Groups::Cut::kTerms;
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = gathers ? 56 : 40, kConsumerRegisters = gathers ? 224 : 232;
+  static constexpr int kGathersWith = gathers ? kGatherThreads : 0;
+  static constexpr int kTmaBytes = gathers ? sizeof(Base::Stage::a) : sizeof(typename Base::Stage);
+
+  DEVICE static void gather(const GemmParams& params, const GemmPlan& plan, typename Base::Storage& shared) {
+    sm90::gather<GroupsOfTerms>(params, plan, shared);
+  }
+  DEVICE static auto gather_item(const GemmParams& params, const GroupTermsItem& work) {
+    constexpr int64_t kBytes = sizeof(T);
+    const int terms = (work.k_tiles - 1) * Base::kBlockK + work.last_terms;
+    return [&params, column = work.column_tile * Base::kBlockN * kBytes,
+            rows = TermsGather<Base::kBlockN * kBytes / kLineBytes>(
+                params.groups, work.first_term, work.first_term + terms)](typename Base::Stage& stage, int) mutable {
+      rows.copy(params.groups, arch::shared_address(stage.b), params.b.data, params.b.row_stride * kBytes,
+                params.n * kBytes, column);
+    };
+  }
 
   DEVICE static GroupTermsItem work_item(const GemmParams& params, const GemmPlan& plan, int item) {
     const ItemPlace place = place_of_item(plan, item);

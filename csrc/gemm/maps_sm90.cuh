@@ -63,7 +63,12 @@ inline arch::TensorMap output_map(const GemmParams& params, const GemmPlan& plan
 inline TensorMaps make_maps(const GemmParams& params, const GemmPlan& plan) {
   const bool swapped = kConfigs[plan.config].swapped;
   const Side a = side_a(params), b = side_b(params);
-  TensorMaps maps{operand_map(params, swapped ? b : a, plan.a), operand_map(params, swapped ? a : b, plan.b), {}, {}};
+  TensorMaps maps{};
+  if (plan.a.pieces > 0) maps.a = operand_map(params, swapped ? b : a, plan.a);
+  if (plan.b.pieces > 0) maps.b = operand_map(params, swapped ? a : b, plan.b);
+  // An operand whose rows are gathered has no map; kernels prefetch one all the same.
+  if (plan.a.pieces == 0) maps.a = maps.b;
+  if (plan.b.pieces == 0) maps.b = maps.a;
   if (plan.tma_store) maps.out = output_map(params, plan, params.out, 1);
   if (plan.tma_store && params.preact_out.data != nullptr)
     maps.preact = output_map(params, plan, params.preact_out, params.gated ? 2 : 1);

@@ -1,6 +1,8 @@
 // Conversion to FP8 with scales: a matrix and its transpose, from one read if scales are of blocks, else from two.
 //
 // Problem        QuantizeParams in quantize.h.
+// Elements       Those of the input, or of an activation of it, perhaps times a gate's other half, as they are loaded.
+// Rounding       To nearest, or by random words: four adjacent elements of a line share a counter of Philox.
 // Passes         Scales of blocks depend on one tile: one kernel computes them and converts. Scales of whole lines, or
 //                of all: a first kernel reduces the magnitudes of each tile into `maxima`, a second one converts.
 // Tile           128 x 128 elements. A thread has 8 rows and 8 columns: a half-warp loads 16 vectors of a row, which
@@ -14,7 +16,9 @@
 
 #include "arch/math.cuh"
 #include "arch/memory.cuh"
+#include "arch/random.cuh"
 #include "arch/warp.cuh"
+#include "gemm/activation.cuh"
 #include "gemm/quantize.h"
 
 namespace cuda_ext::quantize {
@@ -25,6 +29,8 @@ constexpr int kTile = int(kScaleBlock);
 constexpr int kOwn = 8;  // rows and columns of a thread
 static_assert(kThreads * kOwn * kOwn == kTile * kTile);
 constexpr uint32_t kInfinityBits = 0x7f800000;
+
+enum class Rounding : uint8_t { kNearest, kStochastic };
 
 struct Storage {
   alignas(16) uint8_t transposed[kTile][kTile];  // (columns, rows), in chunks of 8 bytes, swizzled
@@ -43,7 +49,7 @@ struct Maxima {
 };
 
 // The part of the tile that a thread has.
-template <class In>
+template <class In, bool applies_function = false>
 struct ThreadTile {
   static constexpr int kVector = 16 / sizeof(In);  // adjacent columns
   static constexpr int kVectors = kOwn / kVector;  // they are kTile / kVectors columns apart
@@ -72,24 +78,23 @@ struct ThreadTile {
     };
     const int last_row = last_of_tile(params.rows - first_row, 1);
     const int last_vector = last_of_tile(params.columns - first_column, kVector);
-    arch::Words4 words[kOwn][kVectors];
+    const auto vector = [&](const In* part, int i, int v) {
+      const int y = row + i < last_row ? row + i : last_row, first = column(v * kVector);
+      return arch::load_global<arch::Words4>(part + y * params.input.row_stride +
+                                             (first < last_vector ? first : last_vector));
+    };
+    if constexpr (applies_function) {
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i)
+      for (int i = 0; i < kOwn; i += kFunctionRows) load_function(params.function, from, i, vector, x);
+    } else {
+      arch::Words4 words[kOwn][kVectors];
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const int y = row + i < last_row ? row + i : last_row, first = column(v * kVector);
-        words[i][v] = arch::load_global<arch::Words4>(from + y * params.input.row_stride +
-                                                      (first < last_vector ? first : last_vector));
-      }
+      for (int i = 0; i < kOwn; ++i)
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i)
+        for (int v = 0; v < kVectors; ++v) words[i][v] = vector(from, i, v);
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        float part[kVector];
-        arch::unpack<In>(words[i][v], part);
-#pragma unroll
-        for (int e = 0; e < kVector; ++e) x[i][v * kVector + e] = part[e];
-      }
+      for (int i = 0; i < kOwn; ++i) unpack(words[i], x[i]);
+    }
   }
 
   // Stores the largest magnitudes of the tile's rows, columns (of each warp) and warps.
@@ -120,6 +125,53 @@ struct ThreadTile {
     }
     of_warp = arch::max_over_lanes(of_warp);
     if (arch::lane_index() == 0) arch::store_shared(arch::shared_address(&shared.warps[warp]), of_warp);
+  }
+
+ private:
+  static DEVICE void unpack(const arch::Words4 (&words)[kVectors], float (&x)[kOwn]) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      float part[kVector];
+      arch::unpack<In>(words[v], part);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) x[v * kVector + e] = part[e];
+    }
+  }
+
+  // As many rows at a time as have registers for gate and up.
+  static constexpr int kFunctionRows = sizeof(In) == 4 ? kOwn / 2 : kOwn;
+
+  // kFunctionRows rows, from `first` on, of the function of what vector(begin of a part of the tile, row, vector)
+  // loads.
+  template <class Vector>
+  static DEVICE void load_function(const QuantizedFunction& function, const In* from, int first, const Vector& vector,
+                                   float (&x)[kOwn][kOwn]) {
+    constexpr int kRows = kFunctionRows;
+    arch::Words4 words[kRows][kVectors], of_up[kRows][kVectors] = {};
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) words[i][v] = vector(from, first + i, v);
+    if (function.gated) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) of_up[i][v] = vector(from + function.up_column, first + i, v);
+    }
+    // Row by row, so that x takes the registers of the words.
+    epilogue::with_activation(function.activation, [&](auto f) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        float gate[kOwn], up[kOwn];
+        unpack(words[i], gate);
+        unpack(of_up[i], up);
+#pragma unroll
+        for (int j = 0; j < kOwn; ++j) {
+          const float h = f.value(gate[j]) * (function.gated ? up[j] : 1.0f);
+          x[first + i][j] = arch::to_float(arch::from_float<In>(h));
+        }
+      }
+    });
   }
 };
 
@@ -156,13 +208,13 @@ struct ThreadLine {
 };
 
 // Grid: tiles. maxima.rows (rows,), maxima.columns (columns,), or rows (1,) for kAll; zeroed.
-template <class In>
+template <class In, bool applies_function>
 GLOBAL(kThreads, 2)
 largest_magnitudes(GRID_CONSTANT QuantizeParams params, int column_tiles, Maxima maxima) {
   SHARED_STORAGE(Storage, shared);
   const int64_t first_row = int64_t(arch::block_x() / column_tiles) * kTile;
   const int64_t first_column = int64_t(arch::block_x() % column_tiles) * kTile;
-  const ThreadTile<In> mine;
+  const ThreadTile<In, applies_function> mine;
   float x[kOwn][kOwn];
   mine.load(params, first_row, first_column, x);
   mine.store_largest(x, shared);
@@ -202,32 +254,82 @@ DEVICE void find_scales(const QuantizeParams& params, const Maxima& maxima, int6
   if (to != nullptr) arch::store_global(to, scale);
 }
 
+// The bits of one of the two numbers of the format around x, by QuantizeParams::stochastic: the random bits below the
+// last place of the format are added, and what is below it then is cut.
+template <class Out>
+DEVICE uint32_t rounded_by(uint32_t random, float x) {
+  using Format = Float8Format<Out>;
+  constexpr int kDropped = 23 - Format::kMantissa, kFraction = 28;
+  constexpr uint32_t kRebias = uint32_t(127 - Format::kBias) << 23;
+  constexpr float kToFixedPoint = 0x1p28f * (1 << Format::kMantissa) / Format::kLeastNormal;
+  const uint32_t bits = arch::float_bits(x), magnitude = bits & 0x7fffffff;
+  uint32_t rounded;
+  if (arch::bits_float(magnitude) < Format::kLeastNormal)
+    rounded = (uint32_t(arch::bits_float(magnitude) * kToFixedPoint) + (random >> (32 - kFraction))) >> kFraction;
+  else
+    rounded = (magnitude - kRebias + (random >> (32 - kDropped))) >> kDropped;
+  if (rounded > Format::kLargest) rounded = Format::kLargest;
+  return (bits >> 24 & 0x80) | (magnitude > kInfinityBits ? kFloat8Nan : rounded);
+}
+
+// Rounds adjacent elements of a line, from a multiple of 4 on.
+template <class Out, Rounding rounding>
+struct LineRounding {
+  arch::RngState rng;
+  int64_t elements;  // of a line
+
+  DEVICE LineRounding(const QuantizeParams& params, const QuantizedMatrix& out, int64_t elements) : elements(elements) {
+    if constexpr (rounding == Rounding::kStochastic) {
+      rng = arch::load_rng(params.rng);
+      rng.offset += out.rng_offset;
+    }
+  }
+  template <int count>
+  DEVICE arch::Words<count / 4> words_of(const float (&x)[count], int64_t line, int64_t first) const {
+    if constexpr (rounding == Rounding::kNearest) {
+      return arch::words_of<Out>(x);
+    } else {
+      arch::Words<count / 4> words = {};
+#pragma unroll
+      for (int i = 0; i < count; i += 4) {
+        uint32_t random[4];
+        arch::philox(rng, QuantizeParams::rng_counter(line, elements, first + i), random);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) words.data[i / 4] |= rounded_by<Out>(random[e], x[i + e]) << 8 * e;
+      }
+      return words;
+    }
+  }
+};
+
 // Stores the rows of this thread in FP8.
-template <class In, class Out>
-DEVICE void store_rows(const QuantizeParams& params, const ThreadTile<In>& mine, int64_t first_row,
-                       int64_t first_column, const Storage& shared, const float (&x)[kOwn][kOwn]) {
-  constexpr int kVector = ThreadTile<In>::kVector;
+template <class Out, Rounding rounding, class Mine>
+DEVICE void store_rows(const QuantizeParams& params, const Mine& mine, int64_t first_row, int64_t first_column,
+                       const Storage& shared, const float (&x)[kOwn][kOwn]) {
+  constexpr int kVector = Mine::kVector;
+  const LineRounding<Out, rounding> of_rows(params, params.along_rows, params.columns);
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
     const int64_t row = first_row + mine.row + i;
     const float inverse = read(shared.inverse_rows[mine.row + i]);
     uint8_t* const to = static_cast<uint8_t*>(params.along_rows.data) + row * params.along_rows.line_stride;
 #pragma unroll
-    for (int v = 0; v < ThreadTile<In>::kVectors; ++v) {
+    for (int v = 0; v < Mine::kVectors; ++v) {
       const int64_t column = first_column + mine.column(v * kVector);
       float scaled[kVector];
 #pragma unroll
       for (int e = 0; e < kVector; ++e) scaled[e] = x[i][v * kVector + e] * inverse;
-      if (row < params.rows && column < params.columns) arch::store_global(to + column, arch::words_of<Out>(scaled));
+      const auto words = of_rows.words_of(scaled, row, column);
+      if (row < params.rows && column < params.columns) arch::store_global(to + column, words);
     }
   }
 }
 
 // Stores the columns of the tile in FP8, as rows of the transpose.
-template <class In, class Out>
-DEVICE void store_columns(const QuantizeParams& params, const ThreadTile<In>& mine, int64_t first_row,
-                          int64_t first_column, Storage& shared, const float (&x)[kOwn][kOwn]) {
-  using Mine = ThreadTile<In>;
+template <class Out, Rounding rounding, class Mine>
+DEVICE void store_columns(const QuantizeParams& params, const Mine& mine, int64_t first_row, int64_t first_column,
+                          Storage& shared, const float (&x)[kOwn][kOwn]) {
+  const LineRounding<Out, rounding> of_columns(params, params.along_columns, params.rows);
 #pragma unroll
   for (int j = 0; j < kOwn; ++j) {
     const int column = mine.column(j);
@@ -236,7 +338,8 @@ DEVICE void store_columns(const QuantizeParams& params, const ThreadTile<In>& mi
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) scaled[i] = x[i][j] * inverse;
     const int chunk = Mine::chunk_of(column, mine.row / kOwn);
-    arch::store_shared(arch::shared_address(&shared.transposed[column][chunk * kOwn]), arch::words_of<Out>(scaled));
+    arch::store_shared(arch::shared_address(&shared.transposed[column][chunk * kOwn]),
+                       of_columns.words_of(scaled, first_column + column, first_row + mine.row));
   }
   arch::sync_threads();
   constexpr int kChunks = kTile / 16;  // of a line
@@ -256,13 +359,13 @@ DEVICE void store_columns(const QuantizeParams& params, const ThreadTile<In>& mi
 }
 
 // Grid: tiles. `maxima` as above, of the whole matrix; not read if scales are of blocks.
-template <class In, class Out>
+template <class In, class Out, Rounding rounding, bool applies_function>
 GLOBAL(kThreads, 2)
 quantize_tile(GRID_CONSTANT QuantizeParams params, int column_tiles, Maxima maxima) {
   SHARED_STORAGE(Storage, shared);
   const int64_t first_row = int64_t(arch::block_x() / column_tiles) * kTile;
   const int64_t first_column = int64_t(arch::block_x() % column_tiles) * kTile;
-  const ThreadTile<In> mine;
+  const ThreadTile<In, applies_function> mine;
   float x[kOwn][kOwn];
   mine.load(params, first_row, first_column, x);
   if (!params.has_long_blocks()) {
@@ -271,8 +374,9 @@ quantize_tile(GRID_CONSTANT QuantizeParams params, int column_tiles, Maxima maxi
   }
   find_scales<Out>(params, maxima, first_row, first_column, shared);
   arch::sync_threads();
-  if (params.along_rows.data != nullptr) store_rows<In, Out>(params, mine, first_row, first_column, shared, x);
-  if (params.along_columns.data != nullptr) store_columns<In, Out>(params, mine, first_row, first_column, shared, x);
+  if (params.along_rows.data != nullptr) store_rows<Out, rounding>(params, mine, first_row, first_column, shared, x);
+  if (params.along_columns.data != nullptr)
+    store_columns<Out, rounding>(params, mine, first_row, first_column, shared, x);
 }
 
 }  // namespace cuda_ext::quantize

@@ -8,6 +8,19 @@ namespace cuda_ext {
 
 namespace {
 
+template <class In, class Out>
+void launch_tiles(const rt::LaunchConfig& config, const QuantizeParams& params, int column_tiles,
+                  const quantize::Maxima& maxima) {
+  using namespace quantize;
+  constexpr const char* kName = "quantize_tile";
+  if (!params.function.is_identity())
+    rt::launch<quantize_tile<In, Out, Rounding::kNearest, true>>(kName, config, params, column_tiles, maxima);
+  else if (params.stochastic)
+    rt::launch<quantize_tile<In, Out, Rounding::kStochastic, false>>(kName, config, params, column_tiles, maxima);
+  else
+    rt::launch<quantize_tile<In, Out, Rounding::kNearest, false>>(kName, config, params, column_tiles, maxima);
+}
+
 template <class In>
 void launch_input(const QuantizeParams& params, const AllocateWorkspace& allocate, void* stream) {
   using namespace quantize;
@@ -29,12 +42,16 @@ void launch_input(const QuantizeParams& params, const AllocateWorkspace& allocat
     launch_clear_words(maxima.rows, checked_count(rows + columns, "lines"), stream);
     if (columns > 0) maxima.columns = maxima.rows + rows;
     if (rows == 0) maxima.rows = nullptr;
-    rt::launch<largest_magnitudes<In>>("largest_magnitudes", config, params, column_tiles, maxima);
+    constexpr const char* kName = "largest_magnitudes";
+    if (params.function.is_identity())
+      rt::launch<largest_magnitudes<In, false>>(kName, config, params, column_tiles, maxima);
+    else
+      rt::launch<largest_magnitudes<In, true>>(kName, config, params, column_tiles, maxima);
   }
   if (params.dtype == Dtype::kFloat8E4M3)
-    rt::launch<quantize_tile<In, float8_e4m3_t>>("quantize_tile", config, params, column_tiles, maxima);
+    launch_tiles<In, float8_e4m3_t>(config, params, column_tiles, maxima);
   else
-    rt::launch<quantize_tile<In, float8_e5m2_t>>("quantize_tile", config, params, column_tiles, maxima);
+    launch_tiles<In, float8_e5m2_t>(config, params, column_tiles, maxima);
 }
 
 }  // namespace

@@ -144,16 +144,18 @@ Answer plan_scaled(const char* op, const Tensor& a, const Tensor& b, const std::
 
 // Of grouped_mm.
 Answer plan_grouped(const char* op, const Tensor& a, const Tensor& b, const Tensor& offs, const OptionalTensor& bias,
-                    const GroupedEpilogue& epilogue, bool save_preact, OptionalType out_dtype,
-                    const std::optional<rt::Device>& named) {
+                    const OptionalTensor& indices, const GroupedEpilogue& epilogue, bool save_preact,
+                    OptionalType out_dtype, const std::optional<rt::Device>& named) {
   const CudaKernels* kernels = named ? nullptr : cuda_kernels(op, a.device());
-  GroupedCall call = describe_grouped(op, a, b, offs, bias, epilogue, out_dtype, named || kernels != nullptr);
+  GroupedCall call = describe_grouped(op, a, b, offs, bias, indices, epilogue, out_dtype, named || kernels != nullptr);
   GemmParams& params = call.params;
   params.out = {reinterpret_cast<void*>(256), to_dtype(call.type)};
   if (save_preact && needs_preact(epilogue.activation, epilogue.gated, false)) params.preact_out = params.out;
   set_if_null(params.a.data);
   set_if_null(params.b.data);
   if (is_given(bias)) set_if_null(params.bias.data);
+  if (call.indices.defined() && params.groups.indices == nullptr)
+    params.groups.indices = reinterpret_cast<const int32_t*>(256);
   if (params.m == 0 || params.n == 0 || params.groups.count == 0) return {"none", "", "", Numbers(), 0};
   if (!named && kernels == nullptr) return {"cpu", "", "", Numbers(), 0};
   if (a.scalar_type() == at::kDouble) return {"composed", "", "there are no kernels for float64", Numbers(), 0};
@@ -165,15 +167,20 @@ Answer plan_grouped(const char* op, const Tensor& a, const Tensor& b, const Tens
     answer = choice.plan ? answer_sm90(params, *choice.plan, device)
                          : answer_sm80(params, float32_product(), device, choice.refusal, {});
   });
+  // Rows that the kernel does not gather are copied before it.
+  const bool copies = is_given(indices) && !call.indices.defined(), of_rows = b.dim() == 3;
+  auto& found = std::get<Numbers>(*answer);
+  found.insert_or_assign("copies", copies ? (of_rows ? 1 : 2) : 0);
   return *answer;
 }
 
 // `compute_capability` and `num_sms`: of the device to plan for; 0: that of the tensors. `config`, `cluster`,
 // `k_blocks` and `splits`: as in Restriction, for wgmma.
 Answer gemm_plan(const Tensor& a, const Tensor& b, const OptionalTensor& c, const OptionalTensor& bias,
-                 const OptionalTensor& residual, const OptionalTensor& offs, ActivationName activation, double alpha,
-                 double beta, OptionalType out_dtype, bool gated, bool save_preact, int64_t compute_capability,
-                 int64_t num_sms, int64_t config, int64_t cluster, int64_t k_blocks, int64_t splits) {
+                 const OptionalTensor& residual, const OptionalTensor& offs, const OptionalTensor& indices,
+                 ActivationName activation, double alpha, double beta, OptionalType out_dtype, bool gated,
+                 bool save_preact, int64_t compute_capability, int64_t num_sms, int64_t config, int64_t cluster,
+                 int64_t k_blocks, int64_t splits) {
   constexpr const char* op = "gemm_plan";
   check_given(op, "a", a);
   check_given(op, "b", b);
@@ -182,8 +189,8 @@ Answer gemm_plan(const Tensor& a, const Tensor& b, const OptionalTensor& c, cons
     of_name = rt::Device{int(compute_capability), int(num_sms), rt::shared_bytes_of_sm(int(compute_capability))};
   if (is_fp8(a.scalar_type())) return plan_scaled(op, a, b, of_name);
   if (is_given(offs))
-    return plan_grouped(op, a, b, *offs, bias, {parse_activation(op, activation), gated}, save_preact, out_dtype,
-                        of_name);
+    return plan_grouped(op, a, b, *offs, bias, indices, {parse_activation(op, activation), gated}, save_preact,
+                        out_dtype, of_name);
   GemmCall call = describe_gemm(op, a, b, c, bias, activation, alpha, beta, out_dtype);
   GemmParams& params = call.params;
   if (gated) {
@@ -239,8 +246,9 @@ Answer gemm_plan(const Tensor& a, const Tensor& b, const OptionalTensor& c, cons
 
 TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   m.def(
-      "_gemm_plan(Tensor a, Tensor b, Tensor? c, Tensor? bias, Tensor? residual, Tensor? offs, str? activation, "
-      "float alpha, float beta, ScalarType? out_dtype, bool gated, bool save_preact, int compute_capability, "
+      "_gemm_plan(Tensor a, Tensor b, Tensor? c, Tensor? bias, Tensor? residual, Tensor? offs, Tensor? indices, "
+      "str? activation, float alpha, float beta, ScalarType? out_dtype, bool gated, bool save_preact, int "
+      "compute_capability, "
       "int num_sms, int config=-1, int cluster=0, int k_blocks=0, int splits=0) -> (str, str, str, Dict(str, int), "
       "float)",
       cuda_ext::gemm_plan);

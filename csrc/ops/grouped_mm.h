@@ -8,7 +8,7 @@ namespace cuda_ext {
 // A call of grouped_mm, and the tensors to which its parameters refer. The output is not in them.
 struct GroupedCall {
   GemmParams params;
-  Tensor a, b, ends;
+  Tensor a, b, ends, indices;
   Sizes sizes;  // of the output
   at::ScalarType type;
 };
@@ -19,15 +19,16 @@ struct GroupedEpilogue {
   bool gated = false;
 };
 
-// Checks the arguments. for_gpu: operands are copied if CUDA kernels cannot read them; else `offs` is checked, too.
+// Checks the arguments. for_gpu: operands are copied if CUDA kernels cannot read them, or gather their rows; else `offs`
+// and `indices` are checked, too.
 GroupedCall describe_grouped(const char* op, const Tensor& a, const Tensor& b, const Tensor& offs,
-                             const OptionalTensor& bias, const GroupedEpilogue& epilogue, OptionalType out_dtype,
-                             bool for_gpu);
+                             const OptionalTensor& bias, const OptionalTensor& indices, const GroupedEpilogue& epilogue,
+                             OptionalType out_dtype, bool for_gpu);
 
 // Checks ends of groups, in the memory of the host, of a dim of this size.
 void check_group_ends(const char* op, const Tensor& ends, int64_t size);
 
 Tensor call_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs, const OptionalTensor& bias = {},
-                       OptionalType out_dtype = {});
+                       OptionalType out_dtype = {}, const OptionalTensor& indices = {});
 
 }  // namespace cuda_ext

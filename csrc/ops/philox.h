@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "attention/attention.h"
+#include "base/philox.h"
 #include "ops/op.h"
 
 namespace cuda_ext {

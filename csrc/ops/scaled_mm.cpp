@@ -295,59 +295,89 @@ ScaleShape check_quantize(const Tensor& input, at::ScalarType type, int64_t scal
   }
 }
 
-// A matrix as CUDA kernels quantise it, copied if it is not: rows that begin at multiples of 16 bytes, and zeros up to
-// the next one after their end.
-Tensor with_whole_vectors(const Tensor& matrix) {
-  const int64_t size = matrix.element_size(), vector = kAlignment / size, columns = matrix.size(1);
+// A matrix of `parts` side by side as CUDA kernels quantise it, copied if it is not: rows and parts that begin at
+// multiples of 16 bytes, and zeros up to the next one after their end.
+Tensor with_whole_vectors(const Tensor& matrix, int64_t parts) {
+  const int64_t size = matrix.element_size(), vector = kAlignment / size, columns = matrix.size(1) / parts;
   const bool are_aligned = reinterpret_cast<uintptr_t>(matrix.const_data_ptr()) % kAlignment == 0 &&
                            (matrix.size(0) == 1 || matrix.stride(0) % vector == 0);
   if (are_aligned && columns % vector == 0) return matrix;
-  return at::constant_pad_nd(matrix, {0, (columns + vector - 1) / vector * vector - columns});
+  const int64_t missing = (columns + vector - 1) / vector * vector - columns;
+  return at::constant_pad_nd(matrix.view({matrix.size(0), parts, columns}), {0, missing}).flatten(1);
 }
 
-// Fills what is given: the input, and its transpose.
-void quantize(const Tensor& given, ScaleShape shape, bool power_of_two, at::ScalarType type, Quantized* along_rows,
-              Quantized* along_columns) {
+// What a call converts to FP8, and how.
+struct Quantizing {
+  at::ScalarType type;
+  ScaleShape shape;
+  bool power_of_two;
+  bool stochastic = false;
+  Activation activation = Activation::kNone;
+  bool gated = false;
+
+  int64_t columns(const Tensor& input) const { return input.size(1) / (gated ? 2 : 1); }
+};
+
+// Fills what is given: the input or its function, and the transpose.
+void quantize(const Tensor& given, const Quantizing& how, Quantized* along_rows, Quantized* along_columns) {
   if (given.numel() == 0) {
     for (Quantized* out : {along_rows, along_columns})
       if (out != nullptr) out->scales.fill_(1);
     return;
   }
   const CudaKernels* const kernels = cuda_kernels(kQuantize, given.device());
-  // Kernels read rows: a matrix that is contiguous along its columns is read as its transpose.
+  // Kernels read rows: a matrix that is contiguous along its columns is read as its transpose, unless it has two parts.
   const bool has_rows = given.size(1) == 1 || given.stride(1) == 1;
-  const bool has_columns = !has_rows && (given.size(0) == 1 || given.stride(0) == 1);
+  const bool has_columns = !has_rows && !how.gated && (given.size(0) == 1 || given.stride(0) == 1);
   const Tensor rows = has_columns ? given.t() : has_rows ? given : given.contiguous();
-  const Tensor input = kernels == nullptr ? rows : with_whole_vectors(rows);
-  if (has_columns) std::swap(along_rows, along_columns);
+  const Tensor input = kernels == nullptr ? rows : with_whole_vectors(rows, how.gated ? 2 : 1);
   QuantizeParams params;
   params.rows = rows.size(0);
-  params.columns = rows.size(1);
-  params.shape = shape;
-  params.power_of_two = power_of_two;
+  params.columns = how.columns(rows);
+  params.shape = how.shape;
+  params.power_of_two = how.power_of_two;
+  params.stochastic = how.stochastic;
+  if (how.stochastic) params.rng = draw_rng(given.device());
   params.input = matrix(input);
-  params.dtype = to_dtype(type);
+  params.function = {how.activation, how.gated, how.columns(input)};
+  params.dtype = to_dtype(how.type);
   if (along_rows != nullptr) params.along_rows = along_rows->matrix;
   if (along_columns != nullptr) params.along_columns = along_columns->matrix;
+  params.along_columns.rng_offset = 1;  // of the transpose, however it is in memory: numbers do not depend on strides
+  if (has_columns) std::swap(params.along_rows, params.along_columns);
   if (kernels == nullptr) return launch_quantize(params);
   LaunchScope scope(input.device());
   launch_for(kQuantize, [&] { kernels->quantize(params, scope.allocator(), scope.stream()); });
 }
 
-std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& input, at::ScalarType type, int64_t scaling, bool power_of_two) {
-  const ScaleShape shape = check_quantize(input, type, scaling);
-  Quantized out(input, input.size(0), input.size(1), type, shape);
-  quantize(input, shape, power_of_two, type, &out, nullptr);
+using QuantizedOne = std::tuple<Tensor, Tensor>;
+using QuantizedBoth = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+QuantizedOne quantize_one(const Tensor& input, const Quantizing& how) {
+  Quantized out(input, input.size(0), how.columns(input), how.type, how.shape);
+  quantize(input, how, &out, nullptr);
   return {out.data, out.scales};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_fp8_both(const Tensor& input, at::ScalarType type, int64_t scaling,
-                                                             bool power_of_two) {
-  const ScaleShape shape = check_quantize(input, type, scaling);
-  Quantized out(input, input.size(0), input.size(1), type, shape);
-  Quantized transposed(input, input.size(1), input.size(0), type, shape);
-  quantize(input, shape, power_of_two, type, &out, &transposed);
+QuantizedBoth quantize_both(const Tensor& input, const Quantizing& how) {
+  Quantized out(input, input.size(0), how.columns(input), how.type, how.shape);
+  Quantized transposed(input, how.columns(input), input.size(0), how.type, how.shape);
+  quantize(input, how, &out, &transposed);
   return {out.data, out.scales, transposed.data, transposed.scales};
+}
+
+template <auto function, bool stochastic>
+auto quantize_fp8(const Tensor& input, at::ScalarType type, int64_t scaling, bool power_of_two) {
+  return function(input, {type, check_quantize(input, type, scaling), power_of_two, stochastic});
+}
+
+template <auto function>
+auto quantize_fp8_activation(const Tensor& input, at::ScalarType type, int64_t scaling, bool power_of_two,
+                             ActivationName activation, bool gated) {
+  const ScaleShape shape = check_quantize(input, type, scaling);
+  CUDA_EXT_CHECK(!gated || input.size(1) % 2 == 0, kQuantize, "expected gated input of shape (R, 2C), the gate first, ",
+                 "got ", shape_string(input));
+  return function(input, {type, shape, power_of_two, false, parse_activation(kQuantize, activation), gated});
 }
 
 }  // namespace
@@ -363,36 +393,58 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
       "scaled_mm.slot(Tensor mat_a, Tensor mat_b, Tensor scale_a, int scaling_a, Tensor scale_b, int scaling_b, "
       "*, Tensor(a!) weight_slot, float slot_alpha, float slot_beta) -> ()",
       tags);
-  m.def("quantize_fp8(Tensor input, ScalarType dtype, int scaling, bool power_of_two=False) -> (Tensor, Tensor)", tags);
-  m.def(
-      "quantize_fp8_both(Tensor input, ScalarType dtype, int scaling, bool power_of_two=False) -> "
-      "(Tensor, Tensor, Tensor, Tensor)",
-      tags);
+#define QUANTIZE_ARGUMENTS "(Tensor input, ScalarType dtype, int scaling, bool power_of_two=False"
+#define ACTIVATION_ARGUMENTS QUANTIZE_ARGUMENTS ", *, str? activation, bool gated=False"
+  m.def("quantize_fp8" QUANTIZE_ARGUMENTS ") -> (Tensor, Tensor)", tags);
+  m.def("quantize_fp8_both" QUANTIZE_ARGUMENTS ") -> (Tensor, Tensor, Tensor, Tensor)", tags);
+  m.def("quantize_fp8.activation" ACTIVATION_ARGUMENTS ") -> (Tensor, Tensor)", tags);
+  m.def("quantize_fp8_both.activation" ACTIVATION_ARGUMENTS ") -> (Tensor, Tensor, Tensor, Tensor)", tags);
+  // Overloads, because compilers may call an op twice, or once for two calls, unless it always draws random numbers.
+  const std::vector<at::Tag> random = {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout,
+                                       at::Tag::nondeterministic_seeded};
+  m.def("quantize_fp8.stochastic" QUANTIZE_ARGUMENTS ") -> (Tensor, Tensor)", random);
+  m.def("quantize_fp8_both.stochastic" QUANTIZE_ARGUMENTS ") -> (Tensor, Tensor, Tensor, Tensor)", random);
+#undef ACTIVATION_ARGUMENTS
+#undef QUANTIZE_ARGUMENTS
   m.def(
       "_scaled_mm_plan(int m, int n, int k, int compute_capability, int num_sms, int groups=0, "
       "bool use_fast_accum=False, bool of_terms=False) -> (str, Dict(str, int))",
       scaled_mm_plan, tags);
-  register_layout_errors(m, {"scaled_mm", "scaled_mm.slot", "quantize_fp8", "quantize_fp8_both"});
+  register_layout_errors(m, {"scaled_mm", "scaled_mm.slot"});
+  register_layout_errors(m, {"quantize_fp8", "quantize_fp8.activation", "quantize_fp8.stochastic"});
+  register_layout_errors(m, {"quantize_fp8_both", "quantize_fp8_both.activation", "quantize_fp8_both.stochastic"});
 }
+
+namespace {
+
+void implement_quantize(torch::Library& m) {
+  m.impl("quantize_fp8", quantize_fp8<quantize_one, false>);
+  m.impl("quantize_fp8.stochastic", quantize_fp8<quantize_one, true>);
+  m.impl("quantize_fp8.activation", quantize_fp8_activation<quantize_one>);
+  m.impl("quantize_fp8_both", quantize_fp8<quantize_both, false>);
+  m.impl("quantize_fp8_both.stochastic", quantize_fp8<quantize_both, true>);
+  m.impl("quantize_fp8_both.activation", quantize_fp8_activation<quantize_both>);
+}
+
+}  // namespace
 
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) {
   m.impl("scaled_mm", scaled_mm);
   m.impl("scaled_mm.slot", scaled_mm_slot);
-  m.impl("quantize_fp8", quantize_fp8);
-  m.impl("quantize_fp8_both", quantize_fp8_both);
+  implement_quantize(m);
 }
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) {
   m.impl("scaled_mm", scaled_mm);
   m.impl("scaled_mm.slot", scaled_mm_slot);
-  m.impl("quantize_fp8", quantize_fp8);
-  m.impl("quantize_fp8_both", quantize_fp8_both);
+  implement_quantize(m);
 }
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {
   m.impl("scaled_mm", scaled_mm_autograd);
   m.impl("scaled_mm.slot", torch::CppFunction::makeFallthrough());  // called in backward
   // What is quantised has no gradient.
-  m.impl("quantize_fp8", torch::CppFunction::makeFallthrough());
-  m.impl("quantize_fp8_both", torch::CppFunction::makeFallthrough());
+  for (const std::string name : {"quantize_fp8", "quantize_fp8_both"})
+    for (const char* const overload : {"", ".activation", ".stochastic"})
+      m.impl((name + overload).c_str(), torch::CppFunction::makeFallthrough());
 }
 
 }  // namespace cuda_ext

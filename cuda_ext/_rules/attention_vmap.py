@@ -8,38 +8,20 @@ import torch
 from torch import Tensor
 
 from cuda_ext._load import ops
+from cuda_ext._rules.randomness import draws_the_same, mapped_where_numbers_differ, numbers_of_element
 from cuda_ext._toolchain import NAMESPACE
 
 _attention = ops.flash_attention.default
 _attention_varlen = ops.flash_attention_varlen.default
+_DROPS = "dropout_p > 0"
 
 
 def mapped_where_masks_differ(op: str, query: Tensor) -> Tensor:
-    """`query`, mapped inside `torch.vmap` with randomness="different", so that each element gets its own dropout mask
-    even if no argument is mapped. Raises with randomness="error". An empty random tensor, which draws no number, makes
-    PyTorch apply the setting."""
-    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is None:
-        return query
-    try:
-        empty = torch.rand(0, dtype=query.dtype, device=query.device)
-    except RuntimeError:
-        raise _no_randomness(op) from None
-    return query + empty.sum()
-
-
-def _no_randomness(op: str) -> RuntimeError:
-    return RuntimeError(
-        f"{NAMESPACE}::{op}: expected torch.vmap with randomness='same' or 'different' for dropout_p > 0, "
-        "got randomness='error'; pass one of them, or call the op outside vmap"
-    )
+    return mapped_where_numbers_differ(op, _DROPS, query)
 
 
 def _needs_one_mask(op: str, info: Any, options: dict[str, Any]) -> bool:
-    if options.get("dropout_p", 0.0) == 0.0:
-        return False
-    if info.randomness == "error":
-        raise _no_randomness(op)
-    return bool(info.randomness == "same")
+    return options.get("dropout_p", 0.0) > 0.0 and draws_the_same(op, _DROPS, info)
 
 
 @torch.library.register_vmap(f"{NAMESPACE}::flash_attention")
@@ -85,8 +67,6 @@ def _one_call_per_element(
     calls = []
     for n in range(info.batch_size):
         of_n = (t if t is None or dim is None else t.select(dim, n) for t, dim in zip(tensors, in_dims, strict=False))
-        # With one_mask all calls start from the same generator state; the last leaves it as a single call would.
-        forked = one_mask and n + 1 < info.batch_size
-        with torch.random.fork_rng([query.device] if query.is_cuda else [], enabled=forked):
+        with numbers_of_element(n, info, query.device, same=one_mask):
             calls.append(op(*of_n, **options))
     return (torch.stack([out for out, _ in calls]), torch.stack([lse for _, lse in calls])), (0, 0)

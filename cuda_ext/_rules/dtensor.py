@@ -38,8 +38,8 @@ _dispatcher = DTensor._op_dispatcher
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
-def _register(name: str, rule: Callable[..., Iterator[Rule]]) -> None:
-    op = getattr(ops, name).default  # the slot overloads are never called with tensor subclasses
+def _register(name: str, rule: Callable[..., Iterator[Rule]], overload: str = "default") -> None:
+    op = getattr(getattr(ops, name), overload)  # the slot overloads are never called with tensor subclasses
     if "output_mask" in str(op._schema):
         op = _with_hashable_mask(op)
     register_sharding(op)(partial(_placements, op, rule))
@@ -153,6 +153,7 @@ def _grouped_mm(
     b: Any,
     offs: Any,
     bias: Any,
+    indices: Any,
     *,
     activation: str | None = None,
     gated: bool = False,
@@ -165,12 +166,12 @@ def _grouped_mm(
         return [place, place if needs_preact(activation, gated) else REPLICATE][:results]
 
     if b.ndim == 2:
-        yield out(Shard(1)), [Shard(0), REPLICATE, REPLICATE, REPLICATE]
-        yield out(Shard(2)), [REPLICATE, columns, REPLICATE, REPLICATE]
+        yield out(Shard(1)), [Shard(0), REPLICATE, REPLICATE, REPLICATE, REPLICATE]
+        yield out(Shard(2)), [REPLICATE, columns, REPLICATE, REPLICATE, REPLICATE]
     elif not gated:
-        yield out(Shard(1)), [REPLICATE, columns, REPLICATE, Shard(1)]
+        yield out(Shard(1)), [REPLICATE, columns, REPLICATE, Shard(1), REPLICATE]
         if activation is None:
-            yield out(PARTIAL), [Shard(1), Shard(1), REPLICATE, PARTIAL]
+            yield out(PARTIAL), [Shard(1), Shard(1), REPLICATE, PARTIAL, REPLICATE]
 
 
 def _combine_experts(*args: Any) -> Iterator[Rule]:
@@ -226,6 +227,7 @@ def _scaled_grouped_mm(
 
 
 def _quantize_fp8(input: Any, dtype: torch.dtype, scaling: int, power_of_two: bool, **options: Any) -> Iterator[Rule]:
+    """Also of an activation."""
     if scaling in BY_ROWS:
         yield [Shard(0), Shard(0)], [Shard(0), None, None, None]
 
@@ -233,6 +235,14 @@ def _quantize_fp8(input: Any, dtype: torch.dtype, scaling: int, power_of_two: bo
 def _quantize_fp8_both(*args: Any, **options: Any) -> Iterator[Rule]:
     """The scales of the transpose are of whole columns."""
     yield from ()
+
+
+def _refuse_stochastic(*args: Any, **options: Any) -> Iterator[Rule]:
+    raise NotImplementedError(
+        f"{NAMESPACE}::quantize_fp8: expected stochastic=False for DTensors, got True: ranks would draw numbers that "
+        "differ between replicas, or repeat between shards; call it on local tensors (to_local)"
+    )
+    yield
 
 
 # linear, gated_linear
@@ -511,6 +521,10 @@ _register("scaled_mm", _scaled_mm)
 _register("scaled_grouped_mm", _scaled_grouped_mm)
 _register("quantize_fp8", _quantize_fp8)
 _register("quantize_fp8_both", _quantize_fp8_both)
+_register("quantize_fp8", _quantize_fp8, "activation")
+_register("quantize_fp8_both", _quantize_fp8_both, "activation")
+_register("quantize_fp8", _refuse_stochastic, "stochastic")
+_register("quantize_fp8_both", _refuse_stochastic, "stochastic")
 _register("linear_backward", _linear_backward)
 _register("mlp_hidden_backward", _mlp_hidden_backward)
 for _prefix, _gated in (("", False), ("gated_", True)):

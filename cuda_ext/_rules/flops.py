@@ -33,10 +33,24 @@ def _gemm_backward_flops(
     return sum(output_mask[:2]) * _gemm_flops(a, b)
 
 
-@register_flop_formula([ops.grouped_mm, ops.grouped_mm_forward, ops.scaled_grouped_mm])
-def _grouped_mm_flops(a: Sequence[int], b: Sequence[int], *more: Any, **options: Any) -> int:
-    # As if each row or term were in a group: the ends are not known.
+@register_flop_formula(ops.scaled_grouped_mm)
+def _scaled_grouped_mm_flops(a: Sequence[int], b: Sequence[int], *more: Any, **options: Any) -> int:
+    # As if each row were in a group: the ends are not known.
     return 2 * a[0] * a[1] * b[-1]
+
+
+@register_flop_formula([ops.grouped_mm, ops.grouped_mm_forward])
+def _grouped_mm_flops(
+    a: Sequence[int],
+    b: Sequence[int],
+    offs: Sequence[int],
+    bias: Sequence[int] | None = None,
+    indices: Sequence[int] | None = None,
+    **options: Any,
+) -> int:
+    # The same, of rows or terms. As many rows as indices, if those of a are gathered.
+    rows = indices[0] if indices is not None and len(b) == 3 else a[0]
+    return 2 * rows * a[1] * b[-1]
 
 
 @register_flop_formula(ops.scaled_mm)

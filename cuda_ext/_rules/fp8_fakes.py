@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext._checks import check, check_floating, check_same_device, dtype_name, shape_of
+from cuda_ext._rules.gemm_fakes import _check_activation
 from cuda_ext._toolchain import NAMESPACE
 
 _FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -186,17 +187,39 @@ def _check_quantize(input: Tensor, dtype: torch.dtype, scaling: int) -> None:
     )
 
 
-@torch.library.register_fake(f"{NAMESPACE}::quantize_fp8")
-def _(input: Tensor, dtype: torch.dtype, scaling: int, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
-    _check_quantize(input, dtype, scaling)
-    rows, columns = input.shape
-    return _quantized(input, rows, columns, dtype, scaling)
+def _width(input: Tensor, activation: str | None, gated: bool) -> Any:
+    """Of the matrix that is quantised."""
+    op = "quantize_fp8"
+    _check_activation(op, activation)
+    if not gated:
+        return input.shape[1]
+    check(
+        input.shape[1] % 2 == 0,
+        op,
+        f"expected gated input of shape (R, 2C), the gate first, got {shape_of(input)}",
+    )
+    return input.shape[1] // 2
 
 
-@torch.library.register_fake(f"{NAMESPACE}::quantize_fp8_both")
-def _(
-    input: Tensor, dtype: torch.dtype, scaling: int, power_of_two: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_quantize(
+    input: Tensor,
+    dtype: torch.dtype,
+    scaling: int,
+    power_of_two: bool = False,
+    *,
+    activation: str | None = None,
+    gated: bool = False,
+) -> tuple[Tensor, Tensor]:
     _check_quantize(input, dtype, scaling)
-    rows, columns = input.shape
-    return *_quantized(input, rows, columns, dtype, scaling), *_quantized(input, columns, rows, dtype, scaling)
+    return _quantized(input, input.shape[0], _width(input, activation, gated), dtype, scaling)
+
+
+def _fake_quantize_both(input: Tensor, dtype: torch.dtype, scaling: int, *args: Any, **options: Any) -> Any:
+    data, scales = _fake_quantize(input, dtype, scaling, *args, **options)
+    rows, columns = data.shape
+    return data, scales, *_quantized(input, columns, rows, dtype, scaling)
+
+
+for _overload in ("", ".stochastic", ".activation"):
+    torch.library.register_fake(f"{NAMESPACE}::quantize_fp8{_overload}")(_fake_quantize)
+    torch.library.register_fake(f"{NAMESPACE}::quantize_fp8_both{_overload}")(_fake_quantize_both)

@@ -11,18 +11,31 @@ from torch import Tensor
 
 from cuda_ext._load import ops
 from cuda_ext._rules.fp8_fakes import BY_ROWS, TENSORWISE
+from cuda_ext._rules.randomness import draws_the_same, mapped_where_numbers_differ, numbers_of_element
 from cuda_ext._toolchain import NAMESPACE
 
 InDims = tuple[int | None, ...]
 
-_quantize = ops.quantize_fp8.default
+_OVERLOADS = ("default", "stochastic", "activation")
+_quantize = {overload: getattr(ops.quantize_fp8, overload) for overload in _OVERLOADS}
 _scaled_mm = ops.scaled_mm.default
+_scaled_grouped_mm = ops.scaled_grouped_mm.default
+_ROUNDS = "stochastic=True"
 
 
-def _one_by_one(op: Callable[..., Any], info: Any, in_dims: InDims, args: tuple[Any, ...], **options: Any) -> Any:
+def mapped_where_roundings_differ(input: Tensor) -> Tensor:
+    return mapped_where_numbers_differ("quantize_fp8", _ROUNDS, input)
+
+
+def _one_by_one(
+    op: Callable[..., Any], info: Any, in_dims: InDims, args: tuple[Any, ...], *, same: bool = False, **options: Any
+) -> Any:
+    """same: each call draws the same random numbers."""
+
     def call(index: int) -> Any:
-        own = (t if dim is None else t.select(dim, index) for t, dim in zip(args, in_dims, strict=True))
-        return op(*own, **options)
+        own = [t if dim is None else t.select(dim, index) for t, dim in zip(args, in_dims, strict=True)]
+        with numbers_of_element(index, info, own[0].device, same=same):
+            return op(*own, **options)
 
     results = [call(index) for index in range(info.batch_size)]
     if isinstance(results[0], Tensor):
@@ -31,17 +44,35 @@ def _one_by_one(op: Callable[..., Any], info: Any, in_dims: InDims, args: tuple[
     return stacked, (0,) * len(stacked)
 
 
-@torch.library.register_vmap(f"{NAMESPACE}::quantize_fp8")
-def _(info: Any, in_dims: InDims, input: Tensor, dtype: torch.dtype, scaling: int, power_of_two: bool = False) -> Any:
-    dim = in_dims[0]
-    assert dim is not None
-    if scaling not in BY_ROWS or input.dim() != 3:
-        arguments = input, dtype, scaling, power_of_two
-        return _one_by_one(_quantize, info, (dim, None, None, None), arguments)
-    rows = input.movedim(dim, 0)
-    data, scales = _quantize(rows.flatten(0, 1), dtype, scaling, power_of_two)
-    shape = rows.shape[:2]
-    return (data.unflatten(0, shape), scales.unflatten(0, shape)), (0, 0)
+def _register_quantize(overload: str) -> None:
+    is_random = overload == "stochastic"
+    op_of_both = getattr(ops.quantize_fp8_both, overload)
+
+    def rule(
+        info: Any, in_dims: InDims, input: Tensor, dtype: torch.dtype, scaling: int, *args: Any, **options: Any
+    ) -> Any:
+        op = _quantize[overload]
+        same = is_random and draws_the_same("quantize_fp8", _ROUNDS, info)
+        dim = in_dims[0]
+        assert dim is not None
+        if same or scaling not in BY_ROWS or input.dim() != 3:
+            arguments = input, dtype, scaling, *args
+            return _one_by_one(op, info, (dim, *in_dims[1:]), arguments, same=same, **options)
+        rows = input.movedim(dim, 0)
+        data, scales = op(rows.flatten(0, 1), dtype, scaling, *args, **options)
+        shape = rows.shape[:2]
+        return (data.unflatten(0, shape), scales.unflatten(0, shape)), (0, 0)
+
+    def rule_of_both(info: Any, in_dims: InDims, *args: Any, **options: Any) -> Any:
+        same = is_random and draws_the_same("quantize_fp8", _ROUNDS, info)
+        return _one_by_one(op_of_both, info, in_dims, args, same=same, **options)
+
+    torch.library.register_vmap(_quantize[overload], rule)
+    torch.library.register_vmap(op_of_both, rule_of_both)
+
+
+for _overload in _OVERLOADS:
+    _register_quantize(_overload)
 
 
 @torch.library.register_vmap(f"{NAMESPACE}::scaled_mm")
@@ -68,5 +99,4 @@ def register_one_by_one(name: str) -> None:
     torch.library.register_vmap(f"{NAMESPACE}::{name}", rule)
 
 
-register_one_by_one("quantize_fp8_both")
 register_one_by_one("scaled_grouped_mm")

@@ -230,6 +230,7 @@ def _fake_grouped_mm(
     mat_b: Tensor,
     offs: Tensor,
     bias: Tensor | None = None,
+    indices: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
     activation: str | None = None,
@@ -240,7 +241,7 @@ def _fake_grouped_mm(
     check_floating(op, "mat_a", mat_a)
     dtype = _output_dtype(op, out_dtype, mat_a)
     check_same_dtype(op, "mat_b", mat_b, "mat_a", mat_a)
-    check_same_device(op, "mat_a", mat_a, mat_b=mat_b, offs=offs, bias=bias)
+    check_same_device(op, "mat_a", mat_a, mat_b=mat_b, offs=offs, bias=bias, indices=indices)
     check(
         offs.dim() == 1 and offs.dtype in (torch.int32, torch.int64),
         op,
@@ -253,11 +254,24 @@ def _fake_grouped_mm(
         f"{shape_of(mat_a)} and {shape_of(mat_b)}",
     )
     (rows, terms), groups, width = mat_a.shape, offs.shape[0], mat_b.shape[-1]
-    if mat_b.dim() == 2:
-        _check_no_epilogue(op, mat_a, mat_b, bias, activation, gated)
+    cuts_rows = mat_b.dim() == 3
+    if indices is not None:
+        kind = f"expected indices of shape (T,) and dtype int32 or int64, got {shape_of(indices)} of "
+        is_index = indices.dim() == 1 and indices.dtype in (torch.int32, torch.int64)
+        check(is_index, op, f"{kind}{dtype_name(indices.dtype)}")
+    if indices is not None and cuts_rows:
+        rows = indices.shape[0]
+    elif indices is not None:
+        wanted = f"expected {terms} indices, one for each term of mat_a {shape_of(mat_a)}"
+        check(indices.shape[0] == terms, op, f"{wanted}, got {indices.shape[0]}")
+    if indices is None or cuts_rows:
+        expected = f"expected mat_b of shape ({'groups, ' if cuts_rows else ''}{terms}, N) to match mat_a "
+        check(mat_b.shape[-2] == terms, op, f"{expected}{shape_of(mat_a)}, got {shape_of(mat_b)}")
+    if not cuts_rows:
+        plain = activation is None and not gated
+        check(plain, op, "expected activation=None and gated=False where the groups cut the terms of a sum")
+        check(bias is None, op, "expected no bias where the groups cut the terms of a sum")
         return mat_a.new_empty([groups, rows, width], dtype=dtype), mat_a.new_empty([0], dtype=dtype)
-    expected = f"expected mat_b of shape (groups, {terms}, N) to match mat_a {shape_of(mat_a)}, got {shape_of(mat_b)}"
-    check(mat_b.shape[-2] == terms, op, expected)
     count = f"expected mat_b of {groups} matrices, one for each element of offs, got {shape_of(mat_b)}"
     check(mat_b.shape[0] == groups, op, count)
     halves = f"expected mat_b of shape (groups, {terms}, 2N), [gate, up], with gated=True, got {shape_of(mat_b)}"
@@ -272,17 +286,6 @@ def _fake_grouped_mm(
     preact = [rows, width] if needs_preact(activation, gated) else [0]
     out = [rows, width // 2 if gated else width]
     return mat_a.new_empty(out, dtype=dtype), mat_a.new_empty(preact, dtype=dtype)
-
-
-def _check_no_epilogue(
-    op: str, mat_a: Tensor, mat_b: Tensor, bias: Tensor | None, activation: str | None, gated: bool
-) -> None:
-    """Of groups of terms."""
-    expected = f"expected mat_b of shape ({mat_a.shape[1]}, N) to match mat_a {shape_of(mat_a)}, got {shape_of(mat_b)}"
-    check(mat_b.shape[0] == mat_a.shape[1], op, expected)
-    plain = activation is None and not gated
-    check(plain, op, "expected activation=None and gated=False where the groups cut the terms of a sum")
-    check(bias is None, op, "expected no bias where the groups cut the terms of a sum")
 
 
 _register_fakes("grouped_mm", _fake_grouped_mm)

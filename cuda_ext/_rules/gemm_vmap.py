@@ -158,10 +158,11 @@ def _(
     mat_b: Tensor,
     offs: Tensor,
     bias: Tensor | None = None,
+    indices: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, int]:
     """One after the other: their groups differ."""
-    tensors = list(zip((mat_a, mat_b, offs, bias), (*in_dims, None)[:4], strict=True))
+    tensors = list(zip((mat_a, mat_b, offs, bias, indices), (*in_dims, None, None)[:5], strict=True))
 
     def call(index: int) -> Tensor:
         of_index = [t if t is None or dim is None else t.select(dim, index) for t, dim in tensors]

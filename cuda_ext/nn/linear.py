@@ -24,6 +24,18 @@ def _in_fp8(layer: nn.Module) -> bool:
     return getattr(layer, "fp8", None) is not None
 
 
+def _second_layer(preact: Tensor, layer: Any, activation: str | None, gated: bool, residual: Tensor | None) -> Tensor:
+    """``layer(activation(preact)) + residual`` of an MLP in FP8, whose layers are ops of their own."""
+    # Hooks and other classes expect the hidden tensor as input.
+    if _in_fp8(layer) and type(layer).forward in _FORWARDS and not _has_own_calls(layer):
+        return layer(preact, residual, input_activation=activation, input_gated=gated)
+    return layer(_fp8.hidden(preact, activation, gated), residual)
+
+
+def _has_own_calls(layer: nn.Module) -> bool:
+    return "forward" in vars(layer) or any((layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks))
+
+
 class Linear(nn.Linear):
     """``activation(input @ weight.T + bias) + residual`` as one op, with the parameters and state dict of
     `torch.nn.Linear`.
@@ -35,12 +47,14 @@ class Linear(nn.Linear):
         device, dtype: of the parameters, as in `torch.nn.Linear`.
         activation: a name that `cuda_ext.gemm` takes, or None (default); another raises RuntimeError.
         fp8: a recipe of `cuda_ext.fp8`, in which forward and backward multiply; default None, in the precision of the
-            input. It is an attribute, which `cuda_ext.fp8.convert` sets.
+            input. It is an attribute, which `cuda_ext.fp8.convert` sets, as `stochastic_gradients` of
+            `cuda_ext.fp8.linear` is one.
 
     Shape: input (..., K), weight (N, K), residual (..., N) -> (..., N).
     """
 
     fp8: str | None = None
+    stochastic_gradients: bool = False
 
     def __init__(
         self,
@@ -58,16 +72,24 @@ class Linear(nn.Linear):
         linear(_empty(), _empty(), activation=activation)
         self.fp8 = None if fp8 is None else _fp8.checked_recipe(fp8)
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor, residual: Tensor | None = None, **of_input: Any) -> Tensor:
         if self.fp8 is None:
             return linear(input, self.weight, self.bias, activation=self.activation, residual=residual)
-        out = _fp8.linear(input, self.weight, self.bias, recipe=self.fp8)
+        options: dict[str, Any] = {"recipe": self.fp8, "stochastic_gradients": self.stochastic_gradients}
+        out = _fp8.linear(input, self.weight, self.bias, **options, **of_input)
         out = ACTIVATIONS[self.activation].function(out)
         return out if residual is None else out + residual
 
     def extra_repr(self) -> str:
-        options = {"activation": self.activation, "fp8": self.fp8}
+        options = {
+            "activation": self.activation,
+            "fp8": self.fp8,
+            "stochastic_gradients": self.stochastic_gradients,
+        }
         return super().extra_repr() + "".join(f", {name}={value}" for name, value in options.items() if value)
+
+
+_FORWARDS = (Linear.forward, _fp8.Float8Linear.forward)
 
 
 class MLP(nn.Module):
@@ -108,7 +130,7 @@ class MLP(nn.Module):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         one, two = self.fc1, self.fc2
         if _in_fp8(one) or _in_fp8(two):
-            return two(ACTIVATIONS[self.activation].function(one(input)), residual)
+            return _second_layer(one(input), two, self.activation, False, residual)
         return mlp(input, one.weight, two.weight, one.bias, two.bias, activation=self.activation, residual=residual)
 
     def extra_repr(self) -> str:
@@ -160,8 +182,7 @@ class GatedMLP(nn.Module):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         up, down = self.gate_up_proj, self.down_proj
         if _in_fp8(up) or _in_fp8(down):
-            gate, value = up(input).chunk(2, -1)
-            return down(ACTIVATIONS[self.activation].function(gate) * value, residual)
+            return _second_layer(up(input), down, self.activation, True, residual)
         return gated_mlp(
             input, up.weight, down.weight, up.bias, down.bias, activation=self.activation, residual=residual
         )

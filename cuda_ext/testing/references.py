@@ -92,12 +92,17 @@ def reference_grouped_mm(
     mat_b: Tensor,
     *,
     offs: Tensor | None = None,
+    indices: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     activation: str | None = None,
     gated: bool = False,
 ) -> Tensor:
     """The four forms of `cuda_ext.grouped_mm`, a product after the other; reads `offs`, int (groups,), on the host."""
+    if indices is not None and mat_b.dim() == 3:
+        mat_a = mat_a[indices]
+    elif indices is not None:
+        mat_b = mat_b[indices] if mat_a.dim() == 2 else mat_b[:, indices]
     ends = [0, *offs.tolist()] if offs is not None else []
     spans = [slice(begin, end) for begin, end in zip(ends, ends[1:], strict=False)]
     if offs is None:

@@ -111,6 +111,72 @@ def test_sums_of_groups_of_terms_are_exact(shape: str, dtype: torch.dtype) -> No
     assert counters["mma"] == 0 and counters["wgmma"] > 0
 
 
+# Rows at indices, which warps beside the producer's load.
+
+
+def with_indices(problem: tuple[list[Tensor], Options, int], terms: bool) -> tuple[list[Tensor], Options, int]:
+    """The same product, of an operand whose rows are in another order, some of them several times. Rows that no group
+    reads are NaN, and have indices that are out of range."""
+    operands, options, processors = problem
+    rows = operands[terms]
+    read = int(options["offs"][-1])
+    sources = random.choice((len(rows), len(rows) + 50, 1 + len(rows) // 3))
+    indices = torch.randint(0, sources, (len(rows),)) if sources <= len(rows) else torch.randperm(sources)[: len(rows)]
+    memory = torch.full((sources, rows.shape[1] + random.choice((0, 8))), torch.nan, dtype=rows.dtype)
+    memory[indices[:read], : rows.shape[1]] = rows[:read]
+    indices[read:] = random.choice((-1, sources, 2**31 - 1))
+    options["indices"] = indices.to(random.choice((torch.int32, torch.int64)))
+    operands[terms] = memory[:, : rows.shape[1]]
+    return operands, options, processors
+
+
+def copied(operands: list[Tensor], options: Options, terms: bool) -> tuple[list[Tensor], Options]:
+    rows = operands[terms]
+    safe = options["indices"].clamp(0, len(rows) - 1).long()
+    result = list(operands)
+    result[terms] = rows[safe]
+    return result, {name: option for name, option in options.items() if name != "indices"}
+
+
+@pytest.mark.parametrize("layout", ["b along n", "b along k", "terms"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gathered_rows_have_the_bits_of_copies(shape: str, dtype: torch.dtype, layout: str) -> None:
+    terms = layout == "terms"
+    shape = list(TERMS)[list(SHAPES).index(shape)] if terms else shape
+    plain = problem_of_terms(shape, dtype, False) if terms else problem(shape, dtype, layout == "b along k", False)
+    operands, options, processors = with_indices(plain, terms)
+    out, counters, _ = run(
+        operands, options, processors=processors, mode="lazy", schedule="pct", seed=random.randrange(2**31)
+    )
+    of_copies, options_of_copies = copied(operands, options, terms)
+    expected, of_plain, _ = run(of_copies, options_of_copies, processors=processors)
+    assert out.equal(expected) and out.isfinite().all()
+    assert counters["mma"] == 0 and counters["wgmma"] == of_plain["wgmma"]
+    # TMA loads the other operand only.
+    assert (counters["cp_async_bytes"] > 0) == (counters["wgmma"] > 0) and of_plain["cp_async_bytes"] == 0
+    assert counters["tma_load_bytes"] < of_plain["tma_load_bytes"] or counters["wgmma"] == 0
+
+
+@pytest.mark.parametrize("terms", [False, True], ids=["rows", "terms"])
+def test_gathered_lines_end_with_the_matrix(terms: bool) -> None:
+    """Of rows whose length is no multiple of 16 bytes, in a memory with NaN between them; no rows at all."""
+    offs, indices = torch.tensor([70, 70, 200]), torch.randint(0, 60, (200,))
+    memory = torch.full((60, 136), torch.nan, dtype=torch.bfloat16)
+    rows = memory[:, : 132 if terms else 125]
+    rows.copy_(torch.randint(-4, 5, rows.shape))
+    other = torch.randint(-4, 5, (200, 64) if terms else (3, 125, 64)).bfloat16()
+    operands = [other.t(), rows] if terms else [rows, other]
+    options: Options = {"offs": offs, "indices": indices, "out_dtype": torch.float32}
+    out, counters, _ = run(operands, options, check_races=True)
+    assert counters["wgmma"] > 0
+    expected = grouped_mm(*(t.double() for t in copied(operands, options, terms)[0]), offs=offs)
+    assert out.equal(expected.float())
+    none = [other.t(), rows[:0]] if terms else [rows[:0], other]
+    out, counters, _ = run(none, options)
+    assert not out.any()
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -155,17 +221,23 @@ def test_gradients(along_k: bool) -> None:
 RACES = ("one consumer's tile, several items", "both consumers' tile", "clusters", "clusters of wide tiles")
 
 
-def race_problem(shape: str, terms: bool) -> tuple[list[Tensor], Options, int]:
+def race_problem(shape: str, terms: bool, gathers: bool) -> tuple[list[Tensor], Options, int]:
     if terms:
-        return problem_of_terms(shape, torch.bfloat16, small_integers=False)
-    return problem(shape, torch.bfloat16, random.random() < 0.5, small_integers=False)
+        found = problem_of_terms(shape, torch.bfloat16, small_integers=False)
+    else:
+        found = problem(shape, torch.bfloat16, random.random() < 0.5, small_integers=False)
+    return with_indices(found, terms) if gathers else found
+
+
+GATHERS = pytest.mark.parametrize("gathers", [False, True], ids=["in place", "gathered"])
 
 
 @pytest.mark.sampled(check="races")
+@GATHERS
 @pytest.mark.parametrize("terms", [False, True], ids=["rows", "terms"])
 @pytest.mark.parametrize("shape", RACES)
-def test_no_races(shape: str, terms: bool) -> None:
-    operands, options, processors = race_problem(shape, terms)
+def test_no_races(shape: str, terms: bool, gathers: bool) -> None:
+    operands, options, processors = race_problem(shape, terms, gathers)
     expected, _, _ = run(operands, options, processors=processors, check_races=True)
     for mode, schedule in (("lazy", "fifo"), ("lazy", "pct"), ("eager", "pct")):
         seed = random.randrange(2**31)
@@ -196,10 +268,11 @@ HARMLESS = {
 
 
 @pytest.mark.sampled(check="races", slow=True)
+@GATHERS
 @pytest.mark.parametrize("terms", [False, True], ids=["rows", "terms"])
-def test_removal_of_any_synchronisation_is_noticed(terms: bool) -> None:
+def test_removal_of_any_synchronisation_is_noticed(terms: bool, gathers: bool) -> None:
     def once(shape: str) -> Any:
-        operands, options, processors = race_problem(shape, terms)
+        operands, options, processors = race_problem(shape, terms, gathers)
 
         def of(**emulation: Any) -> tuple[list[Tensor], list[Any]]:
             out, _, sites = run(operands, options, processors=processors, **emulation)
@@ -207,7 +280,7 @@ def test_removal_of_any_synchronisation_is_noticed(terms: bool) -> None:
 
         return of
 
-    files = ("gemm_sm90", "groups_sm90", "epilogue_sm90")
+    files = ("gemm_sm90", "groups_sm90", "gather_sm90", "epilogue_sm90")
     calls, unnoticed = unnoticed_removals([once(shape) for shape in RACES], lambda name: name.startswith(files))
-    assert calls >= 8
+    assert calls >= (13 if gathers else 8)
     assert all(any(code in line for code in HARMLESS) for line in unnoticed), unnoticed
