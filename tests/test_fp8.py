@@ -368,7 +368,7 @@ def test_convert_experts_and_revert() -> None:
 def test_experts_that_convert_keeps() -> None:
     report = fp8.convert(experts_model(), "rowwise", least_features=1)
     assert "0.experts" not in report.converted and report.experts == 0
-    reason = "multiplies in FP8 by 'rowwise_with_gw_hp' alone, not by 'rowwise'"
+    reason = "multiplies in FP8 by 'rowwise_with_gw_hp' or 'blockwise' alone, not by 'rowwise'"
     assert report.kept == {"0.experts": reason} and reason in str(report)
     kept = fp8.convert(experts_model(), fp8.EXPERTS_RECIPES[0]).kept
     assert kept["0.experts"] == "48 x 32: quantising would take longer than FP8 saves"

@@ -219,7 +219,11 @@ def test_fake_tensors() -> None:
         found.append(scaled_mm(data, weights.t(), scale, "RowWise", scales, "RowWise"))
         matrices = weights.contiguous().view(2, 16, 200).mT
         grouped = scaled_grouped_mm(data, matrices, scale, "RowWise", scales.view(2, 16), "RowWise", offs=offs)
-        return [*found, grouped]
+        left, right = (fp8.quantize(each.t(), "BlockWise1x128") for each in (x, weights[:5]))
+        sums = scaled_grouped_mm(
+            left[0], right[0].t(), left[1], "BlockWise1x128", right[1], "BlockWise1x128", offs=offs[1:]
+        )
+        return [*found, grouped, sums]
 
     expected = results(x, weights, scales, offs)
     with FakeTensorMode() as mode:
@@ -333,6 +337,24 @@ def test_groups_of_dtensors() -> None:
             bias=distributed(bias, split),
         )
         assert_parts(found, expected, split)
+
+
+@on_ranks(2)
+def test_groups_of_terms_of_dtensors() -> None:
+    (a, scale_a), (b, scale_b) = (fp8.quantize(torch.randn(lines, 384), "BlockWise1x128") for lines in (6, 16))
+    scaling, offs = "BlockWise1x128", torch.tensor([128, 128, 384])
+    expected = scaled_grouped_mm(a, b.t(), scale_a, scaling, scale_b, scaling, offs=offs)
+    for out, at_a, at_b in ((1, 0, None), (2, None, 0), (None, None, None)):
+        found = scaled_grouped_mm(
+            distributed(a, at_a),
+            distributed(b, at_b).t(),
+            distributed(scale_a, at_a),
+            scaling,
+            distributed(scale_b, at_b),
+            scaling,
+            offs=distributed(offs, None),
+        )
+        assert_parts(found, expected, out)
 
 
 @pytest.mark.parametrize("recipe", fp8.RECIPES)
