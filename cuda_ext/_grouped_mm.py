@@ -47,15 +47,15 @@ def grouped_mm(
     decrease give undefined values in rows of several groups. float64 there is composed of PyTorch's
     products, after a copy of `offs` to the host.
 
-    **Gathered rows.** With `indices` the first form reads row ``indices[t]`` of `mat_a`, of shape ``(S, K)`` with any S,
-    where it would read row t: ``grouped_mm(mat_a[indices], ...)`` with the same bits, but no copy of T rows in memory.
-    The second form reads rows of `mat_b` ``(S, N)`` so, and the third columns of `mat_b` ``(K, S)``. Indices may repeat
-    and come in any order. On a GPU those out of range give rows of zeros; on a CPU, where those of the groups are
-    checked, they are an error. Kernels gather float16 and bfloat16; on a GPU rows of other dtypes are copied first. A
-    CPU copies up to 1,024 rows of a group at a time (in the second form all terms of a group). Backward gathers, too:
-    the gradient of `mat_b` is the second form. That of `mat_a` is the sum of the rows that each row gave, in their
-    order, in float32 (`torch.ops.aten.embedding_dense_backward`): the same bits in each call, unless a compiler replaces
-    that operation with one that is not deterministic.
+    **Gathered rows.** With `indices` the first form reads row ``indices[t]`` of `mat_a` ``(S, K)``, for any S, where it
+    would read row t: it is ``grouped_mm(mat_a[indices], ...)`` without the copy of T rows. The second form reads rows
+    of `mat_b` ``(S, N)`` so, and the third columns of `mat_b` ``(K, S)``. Indices may repeat and come in any order. On
+    a GPU those out of range give rows of zeros; on a CPU, where those of the groups are checked, they are an error. GPU
+    kernels gather float16 and bfloat16; rows of other dtypes are copied first. A CPU copies up to 1,024 rows of a group
+    at a time (in the second form all terms of a group). Backward gathers, too: the gradient of `mat_b` is the second
+    form. That of `mat_a` is the sum of what was computed for each of its rows, in float32
+    (`torch.ops.aten.embedding_dense_backward`): the same bits in each call, unless a compiler replaces that operation
+    with one that is not deterministic.
 
     Differentiable to any order in reverse and forward mode: derivatives are grouped products, too. Rows of no group
     have a gradient of 0. For backward an activation saves what it saves in `cuda_ext.gemm`; a gate the product,
@@ -79,8 +79,8 @@ def grouped_mm(
         the transpose is contiguous, else the result.
 
     Raises:
-        RuntimeError: wrong shapes, dtypes or devices; on a CPU also ends that decrease, and ends or indices that are out
-            of range.
+        RuntimeError: wrong shapes, dtypes or devices; on a CPU also ends that decrease, and ends or indices out of
+            range.
         NotImplementedError: CUDA tensors, if no CUDA kernel is built.
     """
     sizes = f"mat_a {shape_of(mat_a)} and mat_b {shape_of(mat_b)}"

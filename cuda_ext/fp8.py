@@ -245,8 +245,7 @@ def multiply_groups(
     of = _RECIPES[recipe]
     data, scales, scaling = rows if isinstance(rows, _Quantized) else of.of(rows, of.tokens)
     if gathered is not None:
-        data = data.view(torch.uint8).index_select(0, gathered).view(data.dtype)
-        scales = scales.t().index_select(1, gathered).t()
+        data, scales = ops.gather_fp8.default(data, gathered), scales.t().index_select(1, gathered).t()
     name = f"{recipe}, {'transposed' if transposed else 'as it is'}"
 
     def quantized(matrices: Tensor) -> tuple[Tensor, Tensor]:

@@ -161,7 +161,7 @@ def gemm_plan(
     """
     name, gpu = _named_gpu("gemm_plan", device)
     is_fp8 = a.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
-    others: dict[str, Any] = {"c": c, "residual": residual}
+    others: dict[str, object] = {"c": c, "residual": residual}
     if is_fp8:
         others |= {"activation": activation, "gated": gated or None}
     given = [name for name, value in others.items() if value is not None]

@@ -201,6 +201,21 @@ def test_as_ops_of_pytorch() -> None:
         combine(results.requires_grad_(), rows).sum().backward()
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_gathered_rows_of_fp8(dtype: torch.dtype) -> None:
+    """Bit for bit, NaN too; also of rows that are not contiguous."""
+    rows, index = torch.randint(0, 256, (7, 33), dtype=torch.uint8), torch.tensor([6, 0, 0, 3])
+    for data in (rows, rows[:, 5:]):
+        gathered = ops.gather_fp8(data.view(dtype), index)
+        assert gathered.dtype == dtype and gathered.view(torch.uint8).equal(data[index])
+    checks = ("test_faketensor", "test_aot_dispatch_dynamic")  # test_schema multiplies arguments, which FP8 cannot
+    found = torch.vmap(lambda each: ops.gather_fp8(each, index))(torch.stack([rows, rows + 1]).view(dtype))
+    assert found.view(torch.uint8).equal(torch.stack([rows[index], (rows + 1)[index]]))
+    torch.library.opcheck(ops.gather_fp8.default, (torch.randn(7, 33).to(dtype), index), test_utils=checks)
+    with pytest.raises(RuntimeError, match="gather_fp8: expected rows of two dims and dtype float8_e4m3fn or"):
+        ops.gather_fp8(rows, index)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -18,43 +18,13 @@ from torch import Tensor, nn
 import cuda_ext
 from cuda_ext import fp8, testing
 from cuda_ext.fp8 import quantize, quantize_both
-from cuda_ext.testing.references import scaled_elements
+from cuda_ext.testing.references import float8_neighbours, float8_numbers, scaled_elements, stochastic_float8
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {E4M3: (448.0, 2.0**-6), E5M2: (57344.0, 2.0**-14)}  # the largest number, the least normal one
 SCALINGS = ("TensorWise", "RowWise", "BlockWise1x128", "BlockWise128x128")
 # Of a normal distribution: less often than once in 10^7.
 SIGMAS = 5.5
-
-
-def numbers_of(dtype: torch.dtype) -> Tensor:
-    """All numbers of the format that are finite and not negative, in order, in float64."""
-    bits = torch.arange(0x7E + 1 if dtype == E4M3 else 0x7B + 1, dtype=torch.uint8)
-    return bits.view(dtype).double()
-
-
-def between(magnitudes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Of magnitudes in float64: the index of the number below, and the fraction of the way to the next."""
-    numbers = numbers_of(dtype)
-    below = torch.searchsorted(numbers, magnitudes.contiguous(), right=True) - 1
-    following = numbers[(below + 1).clamp(max=len(numbers) - 1)]
-    fraction = (magnitudes - numbers[below]) / (following - numbers[below])
-    return below, torch.where(below == len(numbers) - 1, 0.0, fraction)
-
-
-def definition(x: Tensor, scales: Tensor, scaling: str, dtype: torch.dtype, seed: int, offset: int) -> Tensor:
-    """x (lines, elements) without NaN in numbers of the format, in float64."""
-    lines, elements = x.shape
-    inverse = scaled_elements(torch.ones_like(x), 1 / scales, scaling).float()
-    scaled = (x.float() * inverse).double()
-    below, fraction = between(scaled.abs(), dtype)
-    is_subnormal = scaled.abs() < FORMATS[dtype][1]
-    fraction = torch.where(is_subnormal, (fraction * 2**28).floor() / 2**28, fraction)
-    pitch = -(-elements // 4) * 4
-    index = torch.arange(lines)[:, None] * pitch + torch.arange(elements)
-    uniform = testing.philox_uint32(seed, offset, index).double() / 2**32
-    rounded = numbers_of(dtype)[below + (uniform >= 1 - fraction).long()]
-    return torch.where(scaled.signbit(), -rounded, rounded)
 
 
 def next_seed() -> int:
@@ -76,7 +46,10 @@ def test_any_backend_gives_the_bits_of_the_definition(shape: tuple[int, int], sc
     seed = random.randrange(2**31)
     torch.manual_seed(seed)
     key = next_seed()
-    wanted = [definition(x, nearest[1], scaling, dtype, key, 0), definition(x.t(), nearest[3], scaling, dtype, key, 1)]
+    wanted = [
+        stochastic_float8(x, nearest[1], scaling, dtype, seed=key, offset=0),
+        stochastic_float8(x.t(), nearest[3], scaling, dtype, seed=key, offset=0, transpose=True),
+    ]
     strided = random.choice(
         (x, x.t().contiguous().t(), torch.zeros(shape[0], shape[1] + 3, dtype=kind)[:, 3:].copy_(x))
     )
@@ -94,7 +67,7 @@ def test_any_backend_gives_the_bits_of_the_definition(shape: tuple[int, int], sc
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_numbers_of_the_format_stay_and_what_is_not_finite(dtype: torch.dtype) -> None:
-    numbers = numbers_of(dtype).float()
+    numbers = float8_numbers(dtype).float()
     for scale in (1.0, 2.0**-20):
         x = torch.cat([numbers, -numbers])[None] * scale
         for context in (contextlib.nullcontext(), testing.emulated(random.choice(("sm_80", "sm_90a")))):
@@ -123,8 +96,8 @@ def test_frequencies_are_the_fractions(emulated: bool, dtype: torch.dtype) -> No
     with testing.emulated("sm_80") if emulated else contextlib.nullcontext():
         data, scales = quantize(x * random.choice((-1, 1)), dtype=dtype, stochastic=True)
     assert scales.eq(1).all()
-    below, fraction = between(x[:, 1].double(), dtype)
-    numbers = numbers_of(dtype)
+    below, fraction = float8_neighbours(x[:, 1].double(), dtype)
+    numbers = float8_numbers(dtype)
     following = numbers[(below + 1).clamp(max=len(numbers) - 1)]
     found = data.double().abs()[:, 1:]
     is_upper = found == following[:, None]
@@ -204,7 +177,7 @@ def test_a_captured_graph_draws_anew_at_each_replay() -> None:
             torch.ops.cuda_ext._emulate_capture(None)
     assert torch.random.get_rng_state().equal(state)
     for data, offset in zip(found, (100, 104, 1008), strict=True):
-        assert data.double().equal(definition(x, scales, "RowWise", E4M3, 7, offset))
+        assert data.double().equal(stochastic_float8(x, scales, "RowWise", E4M3, seed=7, offset=offset))
 
 
 # PyTorch's transforms

@@ -191,6 +191,17 @@ def test_one_graph_of_experts_for_any_batch() -> None:
         assert compiled(x).equal(layer(x))
 
 
+def test_batched_gradients_of_experts() -> None:
+    leaves = [torch.randn(*shape, requires_grad=True) for shape in ((9, 32), (9, 2), (4, 48, 32), (4, 32, 24))]
+    ids = torch.randint(0, 5, (9, 2))
+    out = cuda_ext.mixture_of_experts(leaves[0], ids, *leaves[1:], fp8=fp8.EXPERTS_RECIPE)
+    grads = torch.randn(3, 9, 32)
+    batched = torch.autograd.grad(out, leaves, grads, is_grads_batched=True, retain_graph=True)
+    for index, grad in enumerate(grads):
+        for found, expected in zip(batched, torch.autograd.grad(out, leaves, grad, retain_graph=True), strict=True):
+            torch.testing.assert_close(found[index], expected)
+
+
 def test_an_exported_program() -> None:
     """For any batch, also from a file. It has no backward: parameters that require grad are refused."""
     model, x = converted(), torch.randn(3, 130)

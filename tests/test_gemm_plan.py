@@ -341,8 +341,13 @@ def test_grouped_products() -> None:
     assert odd.kernel == "sm_80" and "16 bytes" in odd.refusal
     assert gemm_plan(a, b.mT, offs=offs, device="a100").kernel == "sm_80"
     assert gemm_plan(a.float(), b.mT.float(), offs=offs, device="h200").refusal.startswith("float32")
-    with pytest.raises(RuntimeError, match="gemm_plan: expected no activation with offs, or operands in FP8"):
-        gemm_plan(a, b.mT, offs=offs, activation="relu", device="h200")
+    gated = {"activation": "silu", "gated": True, "offs": offs}
+    assert gemm_plan(a, b.mT, device="h200", **gated).kernel == "sm_90"
+    assert gemm_plan(a, b.mT, device="a100", **gated).kernel == "sm_80"
+    wide = gemm_plan(a, b.mT, device="h200", out_dtype=torch.float32, **gated)
+    assert wide.kernel == "sm_80" and "without a gate, float32" in wide.refusal
+    with pytest.raises(RuntimeError, match="gemm_plan: expected no c with offs, or operands in FP8"):
+        gemm_plan(a, b.mT, a, offs=offs, device="h200")
 
 
 def test_products_in_fp8() -> None:

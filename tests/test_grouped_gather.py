@@ -51,9 +51,8 @@ def case(form: str, dtype: torch.dtype, make: Any) -> tuple[dict[str, Tensor], d
     if form == "2d x 3d" and random.random() < 0.5:
         tensors["bias"] = make(groups, n, dtype=dtype)
     kind = random.choice((torch.int32, torch.int64))
-    indices = (
-        torch.randint(0, sources, (t,)) if random.random() < 0.7 else torch.randperm(max(sources, t))[:t] % sources
-    )
+    repeats = random.random() < 0.7
+    indices = torch.randint(0, sources, (t,)) if repeats else torch.randperm(max(sources, t))[:t] % sources
     return tensors, options, indices.to(kind)
 
 
@@ -119,7 +118,7 @@ def test_indices_out_of_range(form: str, dtype: torch.dtype, backend: str) -> No
     for at, index in zip(bad, (-1, sources, 2**31 - 1, -(2**31)), strict=True):
         indices[at] = index
     if backend == "cpu":
-        with pytest.raises(RuntimeError, match="expected indices from 0 to 49, of the 50 rows .*, got -1 at index 0"):
+        with pytest.raises(RuntimeError, match=r"expected indices from 0 to 49, of the 50 rows .*, got -1 at index 0"):
             grouped_mm(**tensors, offs=offs, indices=indices)
         return
     safe = indices.clone()
@@ -228,10 +227,8 @@ def test_autocast_flops_and_plans() -> None:
     assert counter.get_total_flops() == 2 * 6 * 5 * 3
     meta: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
     a, b = torch.empty(8192, 4096, **meta), torch.empty(64, 4096, 1024, **meta)
-    offs, indices = (
-        torch.empty(64, dtype=torch.int32, device="meta"),
-        torch.empty(65536, dtype=torch.int64, device="meta"),
-    )
+    offs = torch.empty(64, dtype=torch.int32, device="meta")
+    indices = torch.empty(65536, dtype=torch.int64, device="meta")
     plan = gemm_plan(a, b, offs=offs, indices=indices, device="h200")
     assert (plan.m, plan.n, plan.k, plan.kernel, plan.copies, plan.cluster) == (65536, 1024, 4096, "sm_90", "", 2)
     grad = torch.empty(65536, 1024, **meta)

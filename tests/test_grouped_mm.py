@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gemm_common import DTYPES, integers, rand
+from gemm_common import ACTIVATIONS, DTYPES, EXPECTED_ACTIVATION, integers, rand
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -46,7 +46,9 @@ def random_strides(tensor: Tensor) -> Tensor:
     return view.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
-def random_case(form: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def random_case(
+    form: str, dtype: torch.dtype, activation: str | None = None, gated: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     groups, m, n, k, t = random.choice((1, 2, 5, 40)), *(random.choice(SIZES) for _ in range(4))
     if random.random() < 0.1:  # sums without terms
         k, t = (k, 0) if form == "2d x 2d" else (0, t)
@@ -61,13 +63,17 @@ def random_case(form: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[
         "mat_a": random_strides(rand(*shapes[0], dtype=dtype)),
         "mat_b": random_strides(rand(*shapes[1], **scale)),
     }
-    options: dict[str, Any] = {}
+    if gated:
+        tensors["mat_b"] = random_strides(rand(groups, k, 2 * n, **scale))
+    options: dict[str, Any] = {} if activation is None else {"activation": activation}
+    if gated:
+        options["gated"] = True
     if form != "3d x 3d":
         options["offs"] = random_offs(groups, t)
     if dtype != torch.float64 and random.random() < 0.3:
         options["out_dtype"] = random.choice((torch.float32, torch.bfloat16))
     if (form == "2d x 3d" and random.random() < 0.5) or (form == "3d x 3d" and not options):
-        tensors["bias"] = rand(groups, n, dtype=dtype)
+        tensors["bias"] = rand(groups, tensors["mat_b"].shape[2], dtype=dtype)
     return tensors, options
 
 
@@ -79,15 +85,33 @@ def check(tensors: dict[str, Tensor], options: dict[str, Any]) -> None:
     eps = torch.finfo(dtype).eps * (2 if dtype == torch.float64 else 1)  # whose reference is rounded as often
     largest = {name: float(t.detach().abs().max()) if t.numel() else 0.0 for name, t in tensors.items()}
     rows = max(1, *(size for t in tensors.values() for size in t.shape))
-    gradient_atol = {name: 6 * eps * rows**0.5 * max(1.0, *largest.values()) for name in tensors}
+    out, slope = sizes_of_epilogue(tensors, options)
+    # What is saved for backward has the dtype of the output.
+    eps = max(eps, torch.finfo(options.get("out_dtype", dtype)).eps if slope > 1 else 0.0)
+    gradient_atol = {name: 6 * eps * rows**0.5 * max(1.0, *largest.values()) * slope for name in tensors}
     assert_op_matches_reference(
         grouped_mm,
         reference_grouped_mm,
         tensors,
         options,
-        atol=6 * eps * max(1.0, *largest.values()),
+        atol=6 * eps * max(1.0, out, *largest.values()),
         gradient_atol=gradient_atol,
     )
+
+
+def sizes_of_epilogue(tensors: dict[str, Tensor], options: dict[str, Any]) -> tuple[float, float]:
+    """The largest result, and the largest derivative of a result with respect to the product; 0 and 1 without an
+    activation and a gate."""
+    activation, gated = options.get("activation"), options.get("gated", False)
+    if activation is None and not gated:
+        return 0.0, 1.0
+    exact = {name: t.detach().double() for name, t in tensors.items()}
+    z = reference_grouped_mm(**exact, offs=options.get("offs")).requires_grad_()
+    out = testing.references.hidden_of(z, activation, gated)
+    (slope,) = torch.autograd.grad(out.sum(), z)
+    if out.numel() == 0:
+        return 0.0, 2.0
+    return float(out.detach().abs().max()), max(1.0 + 1e-9, float(slope.abs().max()))
 
 
 @pytest.mark.every_backend
@@ -97,6 +121,72 @@ def check(tensors: dict[str, Tensor], options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", range(25))
 def test_random_cases(case: int, form: str, dtype: torch.dtype) -> None:
     check(*random_case(form, dtype))
+
+
+@pytest.mark.every_backend
+@pytest.mark.sampled(cases=20)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("form", ["2d x 3d", "3d x 2d", "3d x 3d"])
+@pytest.mark.parametrize("case", range(5))
+def test_random_epilogues(case: int, form: str, activation: str | None, gated: bool, dtype: torch.dtype) -> None:
+    check(*random_case(form, dtype, activation, gated and form != "3d x 2d"))
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("ends", [[1, 2, 3], [127, 128, 129], [150, 150, 299], [0, 0, 300]], ids=str)
+def test_an_epilogue_in_each_group(ends: list[int], gated: bool, dtype: torch.dtype) -> None:
+    """The product is exact, so the result is that of `gemm` and `gated_linear` for each group, bit for bit, and so is
+    what is saved for backward. Rows of no group are 0 in both outputs."""
+    n = 25 if random.random() < 0.3 else 24
+    offs = torch.tensor(ends, dtype=torch.int32)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    activation = random.choice(ACTIVATIONS[1:])
+    a, b = integers(300, 40, dtype=dtype), integers(3, 40, 2 * n if gated else n, dtype=dtype)
+    bias = integers(3, b.shape[2], dtype=dtype)
+    rows = torch.full((310, 40), torch.nan, dtype=dtype)  # rows after the tensor are not read
+    rows[:300] = a
+    options: dict[str, Any] = {"activation": activation, "gated": gated}
+    _, preact = torch.ops.cuda_ext.grouped_mm_forward(rows[:300], b, offs, bias, out_dtype=wide, **options)
+    out = grouped_mm(rows[:300], b, offs=offs, bias=bias, **options)
+    saved, _ = torch.ops.cuda_ext.grouped_mm_forward(rows[:300], b, offs, bias, **options)
+    assert torch.equal(out, saved) and not out[ends[-1] :].any() and not preact[ends[-1] :].any()
+    for group, span in enumerate(spans(offs)):
+        if preact.numel():
+            assert torch.equal(preact[span].double(), a[span].double() @ b[group].double() + bias[group].double())
+        if gated:
+            alone = cuda_ext.gated_linear(a[span], b[group].t(), bias[group], activation=activation)
+        else:
+            alone = cuda_ext.gemm(a[span], b[group], bias=bias[group], activation=activation)
+        assert torch.equal(out[span], alone)
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("activation", "gated"), [("relu", False), ("gelu", False), ("silu", True), (None, True)])
+def test_what_backward_reads_of_an_epilogue(activation: str | None, gated: bool, dtype: torch.dtype) -> None:
+    """Gradients are those of the reference; NaN in rows of no group, and in their gradient, reaches nothing."""
+    offs = torch.tensor([30, 30, 77], dtype=torch.int32)
+    a, b = rand(200, 40, dtype=dtype), rand(3, 40, 48 if gated else 24, dtype=dtype, scale=0.2)
+    bias, grad = rand(3, b.shape[2], dtype=dtype), rand(200, 24, dtype=dtype, grad=False)
+    results = []
+    for rest in (0.0, torch.nan):
+        rows, grads = a.detach().clone(), grad.clone()
+        rows[77:], grads[77:] = rest, rest
+        out = grouped_mm(rows.requires_grad_(), b, offs=offs, bias=bias, activation=activation, gated=gated)
+        results.append((out, *torch.autograd.grad(out, (rows, b, bias), grads)))
+    for good, bad in zip(*results):
+        assert torch.equal(good, bad) and good.isfinite().all()
+    assert not results[0][0][77:].any() and not results[0][1][77:].any()
+    assert not results[0][2][1].any() and not results[0][3][1].any()  # of the empty group
+    x, w, c = (t.detach().double().requires_grad_() for t in (a, b, bias))
+    exact = reference_grouped_mm(x, w, offs=offs, bias=c, activation=activation, gated=gated)
+    for ours, theirs in zip(results[0][1:], torch.autograd.grad(exact, (x, w, c), grad.double())):
+        atol = 6 * torch.finfo(dtype).eps * float(theirs.abs().max())
+        torch.testing.assert_close(ours.double(), theirs, rtol=0.0, atol=atol)
 
 
 @pytest.mark.every_backend
@@ -174,6 +264,13 @@ def test_no_races(form: str, arch: str) -> None:
         with testing.emulated(arch, check_races=True):
             out = grouped_mm(a.to(dtype), b.to(dtype), offs=offs, out_dtype=torch.float32)
         assert torch.equal(out, reference_grouped_mm(a, b, offs=offs))
+        if form == "2d x 3d":
+            with testing.emulated(arch, check_races=True):
+                out, product = torch.ops.cuda_ext.grouped_mm_forward(
+                    a.to(dtype), b.to(dtype), offs, out_dtype=torch.float32, gated=True
+                )
+            assert torch.equal(out, reference_grouped_mm(a, b, offs=offs, gated=True))
+            assert torch.equal(product, reference_grouped_mm(a, b, offs=offs))
 
 
 @pytest.mark.simt
@@ -210,6 +307,24 @@ def test_derivatives_of_any_order(form: str) -> None:
     inputs = tuple(tensors.values())
     assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(call, inputs, check_fwd_over_rev=True)
+
+
+@pytest.mark.parametrize(("activation", "gated"), [("gelu", False), ("relu2", False), ("silu", True), (None, True)])
+def test_derivatives_of_any_order_with_an_epilogue(activation: str | None, gated: bool) -> None:
+    offs = torch.tensor([2, 2, 5], dtype=torch.int32)
+    inputs = tuple(rand(*shape, dtype=torch.float64) for shape in ((6, 3), (3, 3, 4), (3, 4)))
+
+    def call(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+        return grouped_mm(a, b, offs=offs, bias=bias, activation=activation, gated=gated)
+
+    assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(call, inputs, check_fwd_over_rev=True)
+    a, b, bias = (t.detach() for t in inputs)
+    many = torch.stack([a, 2 * a])
+    out = torch.vmap(lambda x: call(x, b, bias))(many)
+    torch.testing.assert_close(out, torch.stack([call(x, b, bias) for x in many]))
+    grads = torch.func.grad(lambda *x: call(*x).square().sum(), argnums=(0, 1, 2))(a, b, bias)
+    torch.testing.assert_close(grads, torch.autograd.grad(call(*inputs).square().sum(), inputs))
 
 
 def test_vmap_and_functional_gradients() -> None:
@@ -250,14 +365,54 @@ def test_opcheck_and_compile(form: str) -> None:
         assert all(x.grad is not None for x in given.values())
 
 
+@pytest.mark.parametrize(("activation", "gated"), [("relu", False), ("gelu", False), ("silu", True)])
+def test_opcheck_and_compile_an_epilogue(activation: str, gated: bool) -> None:
+    tensors, offs = small()
+    options: dict[str, Any] = {"activation": activation, "gated": gated}
+    ops = torch.ops.cuda_ext
+    for dtype in (torch.float64, torch.bfloat16):
+        given = {name: x.detach().to(dtype).requires_grad_() for name, x in tensors.items()}
+        args = (given["mat_a"], given["mat_b"], offs, given["bias"])
+        torch.library.opcheck(ops.grouped_mm.default, args, options)
+        torch.library.opcheck(ops.grouped_mm_forward.default, tuple(x.detach() for x in args), options)
+        compiled = torch.compile(lambda **x: grouped_mm(**x, offs=offs, **options), fullgraph=True, backend="aot_eager")
+        results = []
+        for call in (compiled, lambda **x: grouped_mm(**x, offs=offs, **options)):
+            out = call(**given)
+            results.append((out, *torch.autograd.grad(out.square().sum(), tuple(given.values()))))
+        assert all(map(torch.equal, *results))
+
+
+def test_no_groups_with_an_epilogue() -> None:
+    none = torch.zeros(0, dtype=torch.int32)
+    for size in (0, 5):
+        a, b = rand(size, 3), rand(0, 3, 4)
+        out = grouped_mm(a, b, offs=none, activation="silu", gated=True)
+        assert out.shape == (size, 2) and not out.any()
+        grads = torch.autograd.grad(out.sum(), (a, b))
+        assert not grads[0].any() and grads[1].shape == (0, 3, 4)
+    assert grouped_mm(rand(0, 2, 3), rand(0, 3, 4), gated=True).shape == (0, 2, 2)
+    assert grouped_mm(rand(2, 0, 3), rand(2, 3, 4), gated=True).shape == (2, 0, 2)
+    assert grouped_mm(rand(4, 3), rand(1, 3, 0), offs=torch.tensor([4]), gated=True).shape == (4, 0)
+    (grad,) = torch.autograd.grad(
+        grouped_mm(x := rand(4, 0), rand(1, 0, 6), offs=torch.tensor([4]), gated=True).sum(), x
+    )
+    assert grad.shape == (4, 0)
+
+
 def test_autocast_and_flops() -> None:
     tensors, offs = small()
     given = {name: t.detach().float() for name, t in tensors.items()}
     with torch.autocast("cpu", torch.bfloat16):
         assert grouped_mm(**given, offs=offs).dtype == torch.bfloat16
+        assert grouped_mm(**given, offs=offs, activation="silu", gated=True).dtype == torch.bfloat16
     with FlopCounterMode(display=False) as counter:
         grouped_mm(given["mat_a"], given["mat_b"], offs=offs)
     assert counter.get_total_flops() == 2 * 6 * 3 * 4
+    with FlopCounterMode(display=False) as counter:
+        leaf = given["mat_a"].requires_grad_()
+        grouped_mm(leaf, given["mat_b"], offs=offs, gated=True).sum().backward()
+    assert counter.get_total_flops() == 2 * 2 * 6 * 3 * 4
 
 
 # As PyTorch's
@@ -324,6 +479,18 @@ def test_a_layer_of_experts_trains() -> None:
             "expected no bias where the groups cut col",
         ),
         ({"mat_a": rand(3, 2, 3)}, r"expected no offs for matrices of all groups, got mat_a \(3, 2, 3\)"),
+        ({"activation": "swish"}, EXPECTED_ACTIVATION + ", got 'swish'"),
+        (
+            {"mat_b": rand(3, 3, 5), "gated": True},
+            r"expected mat_b of shape \(groups, 3, 2N\), \[gate, up\], with gated",
+        ),
+        ({"gated": True, "bias": rand(3, 2)}, r"expected bias of shape \(3, 4\), got \(3, 2\)"),
+        (
+            {"mat_a": rand(2, 6), "mat_b": rand(6, 4), "gated": True},
+            "expected activation=None and gated=False where the",
+        ),
+        ({"mat_a": rand(2, 6), "mat_b": rand(6, 4), "activation": "relu"}, "where the groups cut the terms of a sum"),
+        ({"mat_a": rand(3, 2, 5), "mat_b": rand(5, 6), "gated": True}, "expected gated=False where the groups cut col"),
         ({"out_dtype": torch.float64}, "expected out_dtype float32, float16 or bfloat16"),
         ({"offs": torch.tensor([2, 5, 6], device="meta")}, "expected offs on device cpu to match mat_a, got meta"),
     ],

@@ -14,6 +14,7 @@ from torch import Tensor
 import cuda_ext
 from cuda_ext import fp8, testing, tuning
 from cuda_ext._activations import ACTIVATIONS
+from cuda_ext.testing.references import stochastic_float8
 
 # name -> (actual, expected).
 Results = dict[str, tuple[Tensor, Tensor]]
@@ -296,6 +297,36 @@ def quantised(rows: int, columns: int, scaling: str, dtype: torch.dtype, of_inpu
     }
 
 
+def next_draw(device: torch.device) -> tuple[int, int]:
+    """The seed and offset of the next call that draws random numbers."""
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        return generator.initial_seed(), generator.get_offset() + 2**63
+    with torch.random.fork_rng([]):
+        return int(torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None)) % 2**64, 0
+
+
+def stochastically_quantised(rows: int, columns: int, scaling: str, dtype: torch.dtype) -> Results:
+    x = torch.randn(rows, columns, dtype=BFLOAT16)
+    seed, offset = next_draw(x.device)
+    found = fp8.quantize_both(x, scaling, dtype=dtype, stochastic=True)
+    of = partial(stochastic_float8, scaling=scaling, dtype=dtype, seed=seed, offset=offset)
+    return {
+        f"{SAME_BITS}data and of the definition": (found[0].double(), of(x, found[1])),
+        f"{SAME_BITS}transpose and of the definition": (found[2].double(), of(x.t(), found[3], transpose=True)),
+    }
+
+
+def quantised_hidden(rows: int, columns: int, scaling: str, of_input: torch.dtype, activation: str) -> Results:
+    """Of a gated MLP: as one that a product with the identity has stored, whose float32 sums are exact in 16 bits."""
+    x = torch.randn(rows, 2 * columns, dtype=of_input)
+    h = cuda_ext.gated_linear(x, torch.eye(2 * columns, dtype=of_input), activation=activation)
+    expected = fp8.quantize_both(h, scaling)
+    found = fp8.quantize_both(x, scaling, activation=activation, gated=True)
+    names = (f"{SAME_BITS}{what}, fused and not" for what in ("data", "scales", "transpose", "its scales"))
+    return {name: (mine.float(), theirs.float()) for name, mine, theirs in zip(names, found, expected, strict=True)}
+
+
 def quantised_cases(large: bool) -> Iterator[Case]:
     scalings = ("TensorWise", "RowWise", "BlockWise1x128", "BlockWise128x128")
     sizes = ((300, 264), (129, 127), (8192, 4104)) if large else ((300, 264),)
@@ -303,6 +334,15 @@ def quantised_cases(large: bool) -> Iterator[Case]:
         for dtype in (torch.float8_e4m3fn, torch.float8_e5m2) if large else (torch.float8_e4m3fn,):
             words = f"{name_of(of_input)} to {name_of(dtype)} {rows} x {columns}"
             yield f"quantize scaled {scaling} {words}", partial(quantised, rows, columns, scaling, dtype, of_input)
+    formats = (torch.float8_e4m3fn, torch.float8_e5m2)
+    for scaling, (rows, columns), dtype in itertools.product(scalings, sizes, formats if large else formats[:1]):
+        words = f"{scaling} to {name_of(dtype)} {rows} x {columns}"
+        yield f"quantize stochastic {words}", partial(stochastically_quantised, rows, columns, scaling, dtype)
+    names = [name for name in ACTIVATIONS if name is not None]
+    for scaling, activation in itertools.product(scalings, names if large else ("silu",)):
+        for rows, columns in ((300, 264), (129, 127)) if large else ((129, 127),):
+            hidden = partial(quantised_hidden, rows, columns, scaling, BFLOAT16, activation)
+            yield f"quantize gated {activation} {scaling} {rows} x {columns}", hidden
 
 
 def scaled_cases(large: bool) -> Iterator[Case]:
@@ -336,7 +376,7 @@ def scaled_cases(large: bool) -> Iterator[Case]:
 
 
 def grouped(rows: list[int], n: int, k: int, dtype: torch.dtype, layout: str, rest: int = 0) -> Results:
-    """Products of groups of rows, the gradient of the rows, and that of the matrices."""
+    """Products of groups of rows, the gradient of the rows, and that of the matrices; a gate, and what it saves."""
     offs = torch.tensor(rows).cumsum(0).to(torch.int32)
     a = torch.randn(sum(rows) + rest, k, dtype=dtype)
     b = torch.randn(len(rows), *((n, k) if layout == "nt" else (k, n)), dtype=dtype).mul_(k**-0.5)
@@ -344,10 +384,18 @@ def grouped(rows: list[int], n: int, k: int, dtype: torch.dtype, layout: str, re
     grad = torch.randn(len(a), n, dtype=dtype)
     run = partial(cuda_ext.grouped_mm, offs=offs)
     exact = partial(testing.reference_grouped_mm, offs=offs)
+    half = b[..., : n // 16 * 16]  # gate and up, of whole units of TMA
+    gated, product = torch.ops.cuda_ext.grouped_mm_forward(a, half, offs, activation="silu", gated=True)
+    indices = torch.randint(0, len(a), (len(a),))
+    copies = a[indices]
     return {
         "out": (run(a, b, bias=bias), exact(a, b, bias=bias)),
+        "gated": (gated, exact(a, half, activation="silu", gated=True)),
+        "product": (product, exact(a, half)),
         "gradient of the rows": (run(grad, b.mT), exact(grad, b.mT)),
         "gradient of the matrices": (run(a.t(), grad), exact(a.t(), grad)),
+        "gathered rows": (run(a, b, bias=bias, indices=indices), exact(copies, b, bias=bias)),
+        "gathered terms": (run(grad.t(), a, indices=indices), exact(grad.t(), copies)),
     } | again(run, a, b)
 
 

@@ -15,7 +15,8 @@ class GatheredCopy {
   static constexpr int kPasses = Tile::kLines / kLinesPerPass;
   static_assert(kLinesPerPass * kPasses == Tile::kLines && kLinesPerPass % 8 == 0, "all passes must permute alike");
 
-  DEVICE explicit GatheredCopy(const ByteStrides& strides) : strides_(strides), offset_(Tile::offset(line(), chunk())) {}
+  DEVICE explicit GatheredCopy(const ByteStrides& strides)
+      : strides_(strides), offset_(Tile::offset(line(), chunk())) {}
 
   // Recomputed to save registers.
   DEVICE static int line() { return arch::opaque_thread_index() / Tile::kChunks; }

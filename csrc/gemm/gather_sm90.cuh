@@ -1,15 +1,16 @@
-// Rows of an operand at indices in memory, for the grouped products of groups_sm90.cuh: TMA on sm_90 cannot gather them.
-// Warps 1 and 2, beside the producer's, copy them with cp.async to where TMA would have put them: lines of 128 bytes
-// whose chunks of 16 are permuted by the line. Lines outside of the group, or whose index is not that of a row, and what
-// is beyond the matrix, are 0.
+// Rows of an operand at indices in memory, for the grouped products of groups_sm90.cuh: TMA on sm_90 cannot gather
+// them. Warps 1 and 2, beside the producer's, copy them with cp.async to where TMA would have put them: lines of 128
+// bytes whose chunks of 16 are permuted by the line. Lines outside of the group, or whose index is not that of a row,
+// and what is beyond the matrix, are 0.
 //
 // Threads        64: each copies one chunk, the same in all, of every 8th line.
-// Barriers       empty[stage]: waited for, as by the producer. full[stage]: 1 arrival of the producer, with the bytes of
-//                the other operand, and 1 of each of these threads.
+// Barriers       empty[stage]: waited for, as by the producer. full[stage]: 1 arrival of the producer, with the bytes
+//                of the other operand, and 1 of each of these threads.
 // Order          A thread arrives for a k tile when the copies for the next kLag are under way: it waits for its own of
-//                that tile, and orders them before the reads of wgmma (fence.proxy.async). A stage is released when
-//                the next has arrived, so kLag is at most kStages - 2.
-// Indices        Each lane keeps those of one line in 8, or two, of its chunk's lines; the others get them by shuffles.
+//                that tile, and orders them before the reads of wgmma (fence.proxy.async). Consumers release a stage
+//                when the next has arrived, so kLag is at most kStages - 2.
+// Indices        Each lane keeps those of one line, or two, of the 8 or 16 that it copies; the 7 lanes that copy the
+//                other chunks of these lines have the rest, which shuffles bring.
 #pragma once
 
 #include "arch/async_copy.cuh"

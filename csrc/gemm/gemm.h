@@ -37,8 +37,8 @@ struct Groups {
   Cut cut = Cut::kNone;
   const int32_t* ends = nullptr;  // (count,), where the operands are
   int64_t count = 0;
-  // If not null, row i of a (kRows) or b (kTerms) is row indices[i] of `source_rows` in memory. Rows of other indices are
-  // 0 on a GPU, and an error on the CPU.
+  // If not null, row i of a (kRows) or b (kTerms) is row indices[i] of `source_rows` in memory. Rows of other indices
+  // are 0 on a GPU, and an error on the CPU.
   const int32_t* indices = nullptr;  // (m,) or (k,), where the operands are
   int64_t source_rows = 0;
 };

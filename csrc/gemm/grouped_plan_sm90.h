@@ -19,7 +19,10 @@ inline GemmChoice choose_grouped_plan(const GemmParams& params, const rt::Device
   if (std::string why = refusal_of(params, false, device, a, b); !why.empty()) return refuse(why);
   if (side_a(params).k_major != of_rows || (side_b(params).k_major && !of_rows))
     return refuse(of_rows ? "a is not contiguous along k" : "an operand is contiguous along k");
-  if (!can_store_by_tma(params)) return refuse("the output's rows do not begin at multiples of 16 bytes");
+  if (!can_store_by_tma(params))
+    return refuse(params.n * size_of(params.out.dtype) % 16 != 0
+                      ? "the output's rows do not begin at multiples of 16 bytes"
+                      : "the output has neither the dtype of a nor, without a gate, float32");
   GemmParams of_all = params;  // one product, whose tiles are those of all groups
   if (of_rows) of_all.batch_dims = 0;
   const bool gathers = params.groups.indices != nullptr;

@@ -13,8 +13,8 @@ DEVICE int end_of_group(const Groups& groups, int group, int size) {
   return end < 0 ? 0 : end < size ? end : size;
 }
 
-// The row in memory of row or term `at`, if the rows of an operand are gathered; -1 if there is none. `end`: of the rows
-// or terms of the group.
+// The row in memory of row or term `at`, if the rows of an operand are gathered; -1 if there is none. `end`: of the
+// rows or terms of the group.
 DEVICE int gathered_row(const Groups& groups, int at, int end) {
   if (at >= end) return -1;
   const int row = arch::load_global<int32_t>(groups.indices + at);

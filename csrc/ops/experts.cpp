@@ -2,12 +2,13 @@
 //
 // combine_experts adds the results of each token's experts, and experts_gate_backward is the gradient through the gate
 // and the weights. The definitions are in gemm/expert_passes.h. They are not differentiable: what needs derivatives is
-// composed of PyTorch's operations.
+// composed of PyTorch's operations. gather_fp8 is index_select for FP8, which PyTorch does not have on every device.
 #include "ops/torch_headers.h"
 
 #include "gemm/expert_passes.h"
 #include "ops/gemm_autograd.h"
 #include "ops/gemm_composed.h"
+#include "ops/scaled_mm.h"
 
 namespace cuda_ext {
 namespace {
@@ -162,6 +163,16 @@ Gradients experts_gate_backward(const Tensor& grad_hidden, const Tensor& product
   return out;
 }
 
+// rows (T, K), index (rows,): (rows, K)
+Tensor gather_fp8(const Tensor& rows, const Tensor& index) {
+  constexpr const char* op = "gather_fp8";
+  check_given(op, "rows", rows);
+  CUDA_EXT_CHECK(rows.dim() == 2 && is_fp8(rows.scalar_type()), op,
+                 "expected rows of two dims and dtype float8_e4m3fn or float8_e5m2, got ", shape_string(rows), " of ",
+                 dtype_name(rows.scalar_type()));
+  return rows.view(at::kByte).index_select(0, checked_indices(op, "index", index, 1, rows)).view(rows.scalar_type());
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
@@ -171,7 +182,8 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
       "experts_gate_backward(Tensor grad_hidden, Tensor product, Tensor weights, Tensor pairs, *, str? activation, "
       "bool gated, bool[3] output_mask) -> (Tensor grad_product, Tensor weighted_hidden, Tensor grad_weights)",
       tags);
-  register_layout_errors(m, {"combine_experts", "experts_gate_backward"});
+  m.def("gather_fp8(Tensor rows, Tensor index) -> Tensor", tags);
+  register_layout_errors(m, {"combine_experts", "experts_gate_backward", "gather_fp8"});
 }
 
 namespace {
@@ -179,6 +191,7 @@ namespace {
 void register_kernels(torch::Library& m) {
   m.impl("combine_experts", combine_experts);
   m.impl("experts_gate_backward", experts_gate_backward);
+  m.impl("gather_fp8", gather_fp8);
 }
 
 }  // namespace
@@ -186,7 +199,7 @@ void register_kernels(torch::Library& m) {
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {
-  for (const char* name : {"combine_experts", "experts_gate_backward"})
+  for (const char* name : {"combine_experts", "experts_gate_backward", "gather_fp8"})
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
 }
 

@@ -247,9 +247,9 @@ Answer gemm_plan(const Tensor& a, const Tensor& b, const OptionalTensor& c, cons
 TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   m.def(
       "_gemm_plan(Tensor a, Tensor b, Tensor? c, Tensor? bias, Tensor? residual, Tensor? offs, Tensor? indices, "
-      "str? activation, float alpha, float beta, ScalarType? out_dtype, bool gated, bool save_preact, int "
-      "compute_capability, "
-      "int num_sms, int config=-1, int cluster=0, int k_blocks=0, int splits=0) -> (str, str, str, Dict(str, int), "
+      "str? activation, float alpha, float beta, ScalarType? out_dtype, bool gated, bool save_preact, "
+      "int compute_capability, int num_sms, int config=-1, int cluster=0, int k_blocks=0, int splits=0) -> (str, str, "
+      "str, Dict(str, int), "
       "float)",
       cuda_ext::gemm_plan);
 }

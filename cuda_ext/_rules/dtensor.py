@@ -226,6 +226,11 @@ def _scaled_grouped_mm(
         yield [Shard(1)], [REPLICATE, Shard(2), REPLICATE, None, columns, None, REPLICATE, Shard(1)]
 
 
+def _gather_fp8(rows: Any, index: Any) -> Iterator[Rule]:
+    yield [Shard(1)], [Shard(1), REPLICATE]
+    yield [Shard(0)], [REPLICATE, Shard(0)]
+
+
 def _quantize_fp8(input: Any, dtype: torch.dtype, scaling: int, power_of_two: bool, **options: Any) -> Iterator[Rule]:
     """Also of an activation."""
     if scaling in BY_ROWS:
@@ -517,6 +522,7 @@ _register("grouped_mm", partial(_grouped_mm, 1))
 _register("grouped_mm_forward", partial(_grouped_mm, 2))
 _register("combine_experts", _combine_experts)
 _register("experts_gate_backward", _experts_gate_backward)
+_register("gather_fp8", _gather_fp8)
 _register("scaled_mm", _scaled_mm)
 _register("scaled_grouped_mm", _scaled_grouped_mm)
 _register("quantize_fp8", _quantize_fp8)

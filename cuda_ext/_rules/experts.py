@@ -59,5 +59,14 @@ def _(
     )
 
 
+@torch.library.register_fake(f"{NAMESPACE}::gather_fp8")
+def _(rows: Tensor, index: Tensor) -> Tensor:
+    op = "gather_fp8"
+    check(rows.dim() == 2, op, f"expected rows of two dims, got {shape_of(rows)}")
+    check_same_device(op, "rows", rows, index=index)
+    return rows.new_empty(index.shape[0], rows.shape[1])
+
+
 register_one_by_one("combine_experts")
+register_one_by_one("gather_fp8")
 register_one_by_one("experts_gate_backward")

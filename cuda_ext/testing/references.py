@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cuda_ext._activations import ACTIVATIONS
-from cuda_ext.testing.philox import dropout_mask
+from cuda_ext.testing.philox import dropout_mask, philox_uint32
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -85,6 +85,40 @@ def scaled_elements(matrix: Tensor, scales: Tensor, scaling: str) -> Tensor:
     if scaling.startswith("BlockWise"):
         each = each.repeat_interleave(128, 1)[:, : matrix.shape[1]]
     return matrix.double() * each
+
+
+def float8_numbers(dtype: torch.dtype) -> Tensor:
+    """All numbers of the format that are finite and not negative, in order, in float64."""
+    bits = torch.arange(0x7F if dtype == torch.float8_e4m3fn else 0x7C, dtype=torch.uint8)
+    return bits.view(dtype).double()
+
+
+def float8_neighbours(magnitudes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Of magnitudes in float64: the index in `float8_numbers` of the number below, and the fraction of the way from
+    there to the next; 0 from the largest on."""
+    numbers = float8_numbers(dtype).to(magnitudes.device)
+    below = torch.searchsorted(numbers, magnitudes.contiguous(), right=True) - 1
+    following = (below + 1).clamp(max=len(numbers) - 1)
+    fraction = (magnitudes - numbers[below]) / (numbers[following] - numbers[below])
+    return below, torch.where(below == following, 0.0, fraction)
+
+
+def stochastic_float8(
+    x: Tensor, scales: Tensor, scaling: str, dtype: torch.dtype, *, seed: int, offset: int, transpose: bool = False
+) -> Tensor:
+    """The data of `cuda_ext.fp8.quantize` with ``stochastic=True``, in float64, of x (lines, elements) without NaN: of
+    the copy, or the transpose of `quantize_both`."""
+    inverse = scaled_elements(torch.ones_like(x), 1 / scales, scaling).float()
+    scaled = (x.float() * inverse).double()
+    below, fraction = float8_neighbours(scaled.abs(), dtype)
+    least_normal = 2.0**-6 if dtype == torch.float8_e4m3fn else 2.0**-14
+    fraction = torch.where(scaled.abs() < least_normal, (fraction * 2**28).floor() / 2**28, fraction)
+    lines, elements = x.shape
+    line = torch.arange(lines, device=x.device)[:, None] * (-(-elements // 4) * 4)
+    words = philox_uint32(seed, offset + transpose, line + torch.arange(elements, device=x.device))
+    numbers = float8_numbers(dtype).to(x.device)
+    rounded = numbers[below + (words.double() / 2**32 >= 1 - fraction).long()]
+    return torch.where(scaled.signbit(), -rounded, rounded)
 
 
 def reference_grouped_mm(

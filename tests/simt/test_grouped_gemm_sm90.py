@@ -11,6 +11,7 @@ import torch
 from attention_sm90_cases import unnoticed_removals
 from torch import Tensor
 
+import cuda_ext
 from cuda_ext import grouped_mm, testing
 
 # Rows of the groups, columns, terms, SMs. A group of one row, of a slab and its neighbours, of a tile and its
@@ -80,6 +81,79 @@ TERMS: dict[str, tuple[list[int], int, int, int, int]] = {
     "one group of all": ([300], 256, 512, 1, 0),
     "no terms in any group": ([0, 0, 0], 64, 64, 2, 50),
 }
+
+
+EPILOGUES: dict[str, tuple[str | None, bool]] = {
+    "relu": ("relu", False),  # saves no product
+    "relu2": ("relu2", False),
+    "gate": (None, True),
+    "relu2 and gate": ("relu2", True),
+}
+
+
+def problem_of_epilogue(
+    shape: str, epilogue: str, dtype: torch.dtype, along_k: bool, small_integers: bool
+) -> tuple[list[Tensor], Options, int]:
+    """With two matrices, of gate and up, side by side; outputs that TMA can store."""
+    (a, b), options, processors = problem(shape, dtype, along_k, small_integers)
+    activation, gated = EPILOGUES[epilogue]
+    if gated:
+        b = torch.cat([b.mT, b.flip(0).mT], 1).mT if along_k else torch.cat([b, b.flip(0)], 2)
+        if "bias" in options:
+            options["bias"] = torch.cat([options["bias"], options["bias"].flip(0)], 1)
+        options.pop("out_dtype", None)
+    return [a, b], {**options, "activation": activation, "gated": gated}, processors
+
+
+def run_forward(operands: list[Tensor], options: Options, **emulation: Any) -> tuple[list[Tensor], Any, list[Any]]:
+    """The result and what is saved for backward."""
+    given = dict(options)
+    with testing.emulated("sm_90a", **emulation) as emulated:
+        out = torch.ops.cuda_ext.grouped_mm_forward(*operands, given.pop("offs"), given.pop("bias", None), **given)
+        return list(out), dict(emulated.counters), emulated.sync_sites
+
+
+@pytest.mark.parametrize("along_k", [False, True], ids=["b along n", "b along k"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_epilogues_of_integers_are_exact(shape: str, epilogue: str, dtype: torch.dtype, along_k: bool) -> None:
+    """Of a product that is exact in float32 the activation is too, before it is rounded; slabs of all outputs end where
+    their group does."""
+    operands, options, processors = problem_of_epilogue(shape, epilogue, dtype, along_k, small_integers=True)
+    emulation = {"mode": "lazy", "schedule": "pct", "seed": random.randrange(2**31)}
+    (out, product), counters, _ = run_forward(operands, options, processors=processors, **emulation)
+    options = {**options, "out_dtype": torch.float32}
+    if "bias" in options:
+        options["bias"] = options["bias"].float()
+    exact = testing.reference_grouped_mm(*(t.float() for t in operands), **options)
+    z = testing.reference_grouped_mm(*(t.float() for t in operands), **{**options, "activation": None, "gated": False})
+    assert out.equal(exact.to(out.dtype))
+    assert product.equal(z.to(out.dtype)) if product.numel() else options["activation"] == "relu"
+    assert counters["mma"] == 0 and (counters["wgmma"] > 0) == bool(z.any())
+
+
+@pytest.mark.sampled(check="races")
+@pytest.mark.parametrize("epilogue", ["relu2", "relu2 and gate"])
+@pytest.mark.parametrize("shape", ["one consumer's tile, several items", "both consumers' tile", "clusters"])
+def test_no_races_in_epilogues(shape: str, epilogue: str) -> None:
+    along_k = random.random() < 0.5
+    operands, options, processors = problem_of_epilogue(shape, epilogue, torch.bfloat16, along_k, small_integers=False)
+    expected, _, _ = run_forward(operands, options, processors=processors, check_races=True)
+    for mode, schedule in (("lazy", "fifo"), ("lazy", "pct"), ("eager", "pct")):
+        emulation = {"mode": mode, "schedule": schedule, "seed": random.randrange(2**31)}
+        assert all(map(torch.equal, run_forward(operands, options, processors=processors, **emulation)[0], expected))
+
+
+@pytest.mark.parametrize(("k", "tile"), [(256, (128, 128, 64)), (16384, (128, 256, 64))])
+def test_the_tile_depends_on_the_epilogue(k: int, tile: tuple[int, int, int]) -> None:
+    """Narrow tiles hide an activation, unless the products take so long that it does not matter."""
+    of_experts = {"dtype": torch.bfloat16, "device": "meta"}
+    a, b = torch.empty(8192, k, **of_experts), torch.empty(8, 4096, k, **of_experts).mT  # type: ignore[call-overload]
+    offs = torch.empty(8, dtype=torch.int32, device="meta")
+    plan = cuda_ext.gemm_plan(a, b, offs=offs, device="h200", activation="gelu", gated=True)
+    assert plan.tile == tile
+    assert cuda_ext.gemm_plan(a, b, offs=offs, device="h200").tile == (128, 256, 64)
 
 
 def problem_of_terms(shape: str, dtype: torch.dtype, small_integers: bool) -> tuple[list[Tensor], Options, int]:
