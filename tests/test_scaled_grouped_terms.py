@@ -64,7 +64,7 @@ def assert_near(found: Tensor, arguments: list[Any], ends: list[int]) -> None:
 
 
 @pytest.mark.every_backend
-@pytest.mark.parametrize("scalings", itertools.product(SCALINGS, repeat=2), ids=str)
+@pytest.mark.parametrize("scalings", [*itertools.product(SCALINGS, repeat=2)], ids=str)
 @pytest.mark.parametrize("case", range(6))
 def test_random_cases(case: int, scalings: tuple[str, str]) -> None:
     terms, rest = GROUPS[case]
