@@ -170,7 +170,11 @@ Tensor gather_fp8(const Tensor& rows, const Tensor& index) {
   CUDA_EXT_CHECK(rows.dim() == 2 && is_fp8(rows.scalar_type()), op,
                  "expected rows of two dims and dtype float8_e4m3fn or float8_e5m2, got ", shape_string(rows), " of ",
                  dtype_name(rows.scalar_type()));
-  return rows.view(at::kByte).index_select(0, checked_indices(op, "index", index, 1, rows)).view(rows.scalar_type());
+  check_same_device(op, "index", index, "rows", rows);
+  CUDA_EXT_CHECK(index.dim() == 1 && (index.scalar_type() == at::kInt || index.scalar_type() == at::kLong), op,
+                 "expected index of 1 dim and dtype int32 or int64, got ", shape_string(index), " of ",
+                 dtype_name(index.scalar_type()));
+  return rows.view(at::kByte).index_select(0, index).view(rows.scalar_type());
 }
 
 }  // namespace
