@@ -197,7 +197,8 @@ class _Recipe:
         has_squares = self.weight == "BlockWise128x128"
         if has_squares and n % 128 != 0:  # of all matrices as one, squares would have lines of two
             each = [self.of(matrix, self.weight) for matrix in matrices]
-            return torch.stack([one.data for one in each]), torch.stack([one.scales for one in each])
+            data = torch.stack([one.data.view(torch.uint8) for one in each])  # autocast does not know FP8
+            return data.view(each[0].data.dtype), torch.stack([one.scales for one in each])
         data, scales, _ = self.of(matrices.reshape(groups * n, k), self.weight)
         by_group = scales.t().unflatten(0, (groups, -1)).mT if has_squares else scales.view(groups, n)
         return data.view(groups, n, k), by_group

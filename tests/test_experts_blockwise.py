@@ -96,14 +96,13 @@ def test_tokens_without_experts() -> None:
 def test_rows_that_are_not_finite_stay_with_their_expert() -> None:
     """What is between the rows of two experts is no row of another."""
     x, ids, *rest = tensors_of(40, 1)
-    at = int((ids[:, 0] == 4).nonzero()[-1])
-    x.data[at] = torch.nan
-    out = blockwise(x, ids, *rest)
-    w_up, w_down = torch.autograd.grad(out, rest[1:3], torch.where(torch.arange(40) == at, torch.inf, 1.0)[:, None])
-    others = [0, 1, 2, 3]
-    assert w_up[others].isfinite().all() and w_down[others].isfinite().all() and w_up[others].any()
-    assert not w_up[4].isfinite().all()
-    assert out[torch.arange(40) != at].isfinite().all() and out[at].isnan().all()
+    ids[-1] = 4
+    x.data[-1] = torch.nan
+    out, grad = blockwise(x, ids, *rest), torch.ones(40, 48)
+    grad[-1] = torch.nan
+    for gradient in torch.autograd.grad(out, rest[1:3], grad):
+        assert gradient[:4].isfinite().all() and gradient[0].any() and not gradient[4].isfinite().any()
+    assert out[:-1].isfinite().all() and out[-1].isnan().all()
 
 
 def check_routes(routes: Routes, ids: Tensor, experts: int, alignment: int) -> None:
@@ -227,7 +226,7 @@ def test_a_small_model_learns_as_in_bfloat16() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            last.append(float(loss))
+            last.append(loss.item())
         losses.append(sum(last[-10:]))
         assert losses[-1] < 0.7 * sum(last[:10])
     assert abs(losses[1] / losses[0] - 1) < 0.05

@@ -372,7 +372,9 @@ def test_experts_that_convert_keeps() -> None:
     assert report.kept == {"0.experts": reason} and reason in str(report)
     kept = fp8.convert(experts_model(), fp8.EXPERTS_RECIPES[0]).kept
     assert kept["0.experts"] == "48 x 32: quantising would take longer than FP8 saves"
-    by_keep = fp8.convert(experts_model(), fp8.EXPERTS_RECIPES[0], lambda name, _: name == "0.experts", least_features=1)
+    by_keep = fp8.convert(
+        experts_model(), fp8.EXPERTS_RECIPES[0], lambda name, _: name == "0.experts", least_features=1
+    )
     assert by_keep.kept["0.experts"] == "by keep" and len(by_keep.converted) == 3
     alone = cuda_ext.nn.Experts(48, 32, 4) if hasattr(cuda_ext.nn, "Experts") else experts_model()[0].experts
     assert fp8.convert(alone, fp8.EXPERTS_RECIPES[0], least_features=1).converted == [""]

@@ -95,12 +95,12 @@ def test_gradient_of_matrices_from_rows_and_their_gradients() -> None:
 
 # Tile shapes, clusters, several items of a block: terms, M, N, SMs, rows of the tile.
 SHAPES = {
-    "256 rows": ([256, 384, 0], 300, 264, 4, 256),
+    "256 rows": ([256, 384, 0], 512, 264, 4, 256),
     "128 rows": ([128, 0, 200], 100, 136, 4, 128),
     "one column of tiles": ([0, 640, 128], 200, 64, 2, 128),
     "several items": ([128, 256, 0, 0, 384, 128, 1], 120, 392, 2, 128),
-    "256 rows, several items": ([128, 0, 1024], 500, 100, 1, 256),
-    "no term": ([0, 0, 0], 150, 300, 2, 128),
+    "256 rows, several items": ([128, 0, 1024], 768, 104, 1, 256),
+    "no term": ([0, 0, 0], 300, 304, 2, 128),
 }
 
 

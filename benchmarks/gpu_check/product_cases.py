@@ -452,8 +452,9 @@ def scaled_terms_cases(large: bool) -> Iterator[Case]:
     if large:
         sizes += [([5, 0, 17, 4], 1000, 1032), ([1] * 40, 768, 512)]
     for blocks, m, n in sizes:
-        yield f"scaled_grouped_mm terms {len(blocks)} groups, {m} x {n} x {128 * sum(blocks)}", partial(
-            scaled_terms, blocks, m, n
+        yield (
+            f"scaled_grouped_mm terms {len(blocks)} groups, {m} x {n} x {128 * sum(blocks)}",
+            partial(scaled_terms, blocks, m, n),
         )
 
 
