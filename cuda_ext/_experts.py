@@ -14,13 +14,14 @@ from torch import Tensor
 from cuda_ext._activations import ACTIVATIONS, NAMES, listed
 from cuda_ext._checks import autocasts, dtype_name, expected, shape_of
 from cuda_ext._expert_parallel import check_share, on_their_ranks
+from cuda_ext._expert_products import both_of_groups, multiply_groups, row_alignment, sum_groups
 from cuda_ext._expert_routes import Routes, sort, sum_dtype
 from cuda_ext._gemm import gemm
 from cuda_ext._grouped_mm import grouped_mm
 from cuda_ext._load import ops
 from cuda_ext._rules.gemm_fakes import needs_preact
 from cuda_ext._slot_write import writes_to_slot
-from cuda_ext.fp8 import EXPERTS_RECIPES, both_of_groups, keeps, multiply_groups, row_alignment, sum_groups
+from cuda_ext.fp8 import EXPERTS_RECIPES, keeps
 
 __all__ = ["Gate", "mixture_of_experts"]
 
