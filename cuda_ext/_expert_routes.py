@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cuda_ext._load import ops
@@ -17,7 +18,8 @@ __all__ = ["Routes", "sort", "sum_dtype"]
 
 
 class Routes(NamedTuple):
-    """Pairs of a token and one of its experts are sorted by experts: the rows of the products."""
+    """Pairs of a token and one of its experts are sorted by experts: the rows of the products. Between experts there
+    may be rows of no pair, whose numbers are after that of the last pair."""
 
     pairs: Tensor  # (rows,): the pair, token * k + i, of each row
     rows: Tensor  # (tokens, k): the row of each pair
@@ -33,8 +35,24 @@ class Routes(NamedTuple):
         return copies[self.token_of_rows(), self.pairs % top_k]
 
     def token_of_rows(self) -> Tensor:
-        """(rows,), int32."""
-        return self.pairs.div(self.rows.shape[1], rounding_mode="floor").int()
+        """(rows,), int32. That of a row of no pair is the one after the last, of `with_zeros`."""
+        tokens = self.pairs.div(self.rows.shape[1], rounding_mode="floor").int()
+        return tokens.clamp_(max=len(self.rows)) if self._has_gaps() else tokens
+
+    def with_zeros(self, tokens: Tensor) -> Tensor:
+        """`tokens` (tokens, K), and a token of zeros for rows of no pair, if there may be any."""
+        return F.pad(tokens, (0, 0, 0, 1)) if self._has_gaps() else tokens
+
+    def of_pairs(self, weights: Tensor) -> Tensor:
+        """Weights (tokens, k), as long as the rows: with zeros for those of no pair."""
+        return F.pad(weights.reshape(-1), (0, len(self.pairs) - weights.numel())) if self._has_gaps() else weights
+
+    def without_zeros(self, weights: Tensor) -> Tensor:
+        """The inverse of `of_pairs`."""
+        return weights[: self.rows.numel()].view(self.rows.shape) if self._has_gaps() else weights
+
+    def _has_gaps(self) -> bool:
+        return len(self.pairs) != self.rows.numel()
 
     def sum(self, results: Tensor, weights: Tensor | None = None) -> Tensor:
         """(tokens, K): the sum of each token's rows, weighted if there are weights (tokens, k), in their order."""
@@ -62,14 +80,38 @@ class Routes(NamedTuple):
         return values.gather(1, experts.where(is_here, 0)).where(is_here, 0.0)
 
 
-def sort(ids: Tensor, experts: int) -> Routes:
-    """`ids`: (tokens, k), of which those outside ``[0, experts)`` are not served. Their rows come last."""
+def sort(ids: Tensor, experts: int, alignment: int = 1) -> Routes:
+    """`ids`: (tokens, k), of which those outside ``[0, experts)`` are not served. Their rows come last. The rows of an
+    expert begin at a multiple of `alignment`."""
     ids = ids.detach()
     in_range = torch.where(ids < 0, experts, ids).reshape(-1)
     by_expert, pairs = torch.sort(in_range, stable=True)
-    rows = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=ids.device))
     ends = torch.searchsorted(by_expert, torch.arange(experts, device=ids.device, dtype=ids.dtype), right=True)
-    return Routes(pairs, rows.view(ids.shape), ends.int())
+    at = torch.arange(len(pairs), device=ids.device)  # of the sorted pairs
+    if alignment > 1:
+        at, pairs_of_rows, ends = _with_gaps(at, by_expert.clamp(max=experts), pairs, ends, alignment)
+    else:
+        pairs_of_rows = pairs
+    rows = torch.empty_like(pairs).scatter_(0, pairs, at)
+    return Routes(pairs_of_rows, rows.view(ids.shape), ends.int())
+
+
+def _with_gaps(
+    at: Tensor, by_expert: Tensor, pairs: Tensor, ends: Tensor, alignment: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows of sorted pairs, the pairs of rows, and the ends of experts. The host does not know how many rows there
+    are: it takes the most."""
+    count, experts = len(pairs), len(ends)
+    most = count + (alignment - 1) * min(count, experts)
+    size = (most + alignment - 1) // alignment * alignment
+    begins = F.pad(ends[:-1], (1, 0))
+    new_ends = ((ends - begins + alignment - 1) // alignment * alignment).cumsum(0)
+    # What is not served comes after the last expert, as that one after the one before.
+    moved = F.pad(new_ends, (1, 0)) - F.pad(ends, (1, 0))
+    at = at + moved[by_expert]
+    is_gap = torch.ones(size, dtype=pairs.dtype, device=pairs.device).scatter_(0, at, 0)
+    pair_of_rows = (is_gap.cumsum(0) + (count - 1)).scatter_(0, at, pairs)
+    return at, pair_of_rows, new_ends
 
 
 def sum_dtype(tensor: Tensor) -> torch.dtype:

@@ -14,13 +14,14 @@ from torch import Tensor
 from cuda_ext._activations import ACTIVATIONS, NAMES, listed
 from cuda_ext._checks import autocasts, dtype_name, expected, shape_of
 from cuda_ext._expert_parallel import check_share, on_their_ranks
+from cuda_ext._expert_products import both_of_groups, multiply_groups, row_alignment, sum_groups
 from cuda_ext._expert_routes import Routes, sort, sum_dtype
 from cuda_ext._gemm import gemm
 from cuda_ext._grouped_mm import grouped_mm
 from cuda_ext._load import ops
 from cuda_ext._rules.gemm_fakes import needs_preact
 from cuda_ext._slot_write import writes_to_slot
-from cuda_ext.fp8 import EXPERTS_RECIPE, keeps, multiply_groups
+from cuda_ext.fp8 import EXPERTS_RECIPES, keeps
 
 __all__ = ["Gate", "mixture_of_experts"]
 
@@ -72,11 +73,14 @@ def mixture_of_experts(
             ``(rows, F)``, the gate as a whole, which is told nothing of `gated`; all that autograd saves in it is kept.
         experts: of all ranks; default those of `w_up`. Required with `group`.
         group: ranks that share the experts; gloo or NCCL. Default None: all experts are here.
-        fp8: ``"rowwise_with_gw_hp"``: rows, gradients of rows and matrices are converted to float8_e4m3fn, with a power
-            of two as a scale for each row and each line of a matrix, for all products but those that give the gradients
-            of the matrices (`cuda_ext.scaled_grouped_mm`). Matrices are converted from their own dtype, also under
-            autocast; once while `cuda_ext.fp8.unchanged_weights` is entered. Not with a function as `activation`;
-            backward gives first derivatives only. Default None: products in the dtype of the input.
+        fp8: ``"blockwise"``: rows, gradients of rows and matrices are converted to float8_e4m3fn, with a power of two
+            as a scale for each 128 elements of rows and 128 x 128 of matrices, for all products
+            (`cuda_ext.scaled_grouped_mm`). The rows of an expert then begin at a multiple of 128, with zeros between:
+            up to 127 rows more for each expert. ``"rowwise_with_gw_hp"``: a scale for each row and each line of a
+            matrix; products that give the gradients of matrices are in the dtype of the input. By both, matrices are
+            converted from their own dtype, also under autocast; once while `cuda_ext.fp8.unchanged_weights` is entered.
+            Not with a function as `activation`; backward gives first derivatives only. Default None: products in the
+            dtype of the input.
 
     Returns:
         ``(..., K)``, dtype of `input`; under autocast that of autocast.
@@ -125,11 +129,15 @@ class _Mlps(NamedTuple):
         *,
         transposed: bool = False,
         gathered: Tensor | None = None,
+        quantized: Any = None,
     ) -> Tensor:
         """The rows of each expert times its transposed matrix, of (experts, N, K); with `transposed` the matrix
-        itself; with `gathered` of ``rows[gathered]``, without a derivative."""
+        itself; with `gathered` of ``rows[gathered]``, without a derivative. `quantized`: the rows in FP8, if they are
+        converted already."""
         if self.fp8 is not None:
-            return multiply_groups(rows, matrices, ends, bias, transposed=transposed, gathered=gathered)
+            options: dict[str, Any] = {"transposed": transposed, "gathered": gathered}
+            of_rows = rows if quantized is None else quantized
+            return multiply_groups(of_rows, matrices, ends, bias, recipe=self.fp8, dtype=rows.dtype, **options)
         return grouped_mm(rows, matrices if transposed else matrices.mT, offs=ends, indices=gathered, bias=bias)
 
     def hidden(
@@ -180,7 +188,7 @@ def _compute(
 
 
 def _compute_here(mlps: _Mlps, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    routes = sort(ids, experts=len(mlps.w_up))
+    routes = sort(ids, experts=len(mlps.w_up), alignment=row_alignment(mlps.fp8))
     if callable(mlps.activation) or _is_transformed():
         if mlps.fp8 is not None:
             raise _expected("fp8=None with a function as activation, forward mode or torch.func: FP8 has no derivative")
@@ -202,7 +210,7 @@ def _forward(
     mlps: _Mlps, routes: Routes, tokens: Tensor, weights: Tensor, *, saves: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """The same in few passes, without derivatives; and what backward `saves` (_Mlps.hidden)."""
-    hidden, product = mlps.hidden(tokens, routes.ends, routes.token_of_rows(), saves=saves)
+    hidden, product = mlps.hidden(routes.with_zeros(tokens), routes.ends, routes.token_of_rows(), saves=saves)
     results = mlps.multiply(hidden, mlps.w_down, routes.ends, mlps.b_down)
     return routes.combine(results, weights), product
 
@@ -268,13 +276,14 @@ def _gradients(
 ) -> list[Tensor | None]:
     for_tokens, for_weights, for_up, for_down, for_b_up, for_b_down = needed
     ends = routes.ends
-    token_of_rows = routes.token_of_rows()
+    token_of_rows, weights_of_pairs = routes.token_of_rows(), routes.of_pairs(weights)
     # The gradients of a token's results are that of their sum, but for the weights.
-    grad_hidden = mlps.multiply(grad, mlps.w_down, ends, transposed=True, gathered=token_of_rows)
+    grad_of_tokens = routes.with_zeros(grad)
+    grad_hidden = mlps.multiply(grad_of_tokens, mlps.w_down, ends, transposed=True, gathered=token_of_rows)
     grad_product, weighted_hidden, grad_weights = ops.experts_gate_backward.default(
         grad_hidden,
         product,
-        weights,
+        weights_of_pairs,
         routes.pairs,
         activation=mlps.activation,
         gated=mlps.gated,
@@ -283,23 +292,34 @@ def _gradients(
     del grad_hidden
     gradients: list[Tensor | None] = [None] * 6
     if for_weights:
+        grad_weights = routes.without_zeros(grad_weights)
         if mlps.b_down is not None:
             of_bias = gemm(grad, mlps.b_down.to(grad.dtype).t(), out_dtype=sum_dtype(grad))
             grad_weights = grad_weights + routes.of_experts(of_bias)
         gradients[1] = grad_weights.to(weights.dtype)
     if for_down or for_b_down:
-        grad_rows = grad.index_select(0, token_of_rows)
-        if for_down:
+        grad_rows = grad_of_tokens.index_select(0, token_of_rows)
+        if for_down and mlps.fp8 == "blockwise":
+            gradients[3] = sum_groups(_DOWN, grad_rows, None, weighted_hidden, ends, mlps.w_down.dtype)
+        elif for_down:
             gradients[3] = _matrices_gradient(grad_rows, weighted_hidden, ends, mlps.w_down, _DOWN)
         if for_b_down:
-            gradients[5] = _sums(grad_rows, ends, weights.reshape(-1)[routes.pairs])
+            gradients[5] = _sums(grad_rows, ends, weights_of_pairs.reshape(-1)[routes.pairs])
         del grad_rows
-    del weighted_hidden
+    del weighted_hidden, grad_of_tokens
     gradients[4] = _sums(grad_product, ends) if for_b_up else None
+    of_rows = of_columns = None
+    if mlps.fp8 == "blockwise" and for_up and for_tokens:
+        of_rows, of_columns = both_of_groups(grad_product)
     if for_up:
-        gradients[2] = _matrices_gradient(grad_product, tokens, ends, mlps.w_up, _UP, gathered=token_of_rows)
+        if mlps.fp8 == "blockwise":
+            rows = routes.with_zeros(tokens).index_select(0, token_of_rows)
+            gradients[2] = sum_groups(_UP, grad_product, of_columns, rows, ends, mlps.w_up.dtype)
+            del rows
+        else:
+            gradients[2] = _matrices_gradient(grad_product, tokens, ends, mlps.w_up, _UP, gathered=token_of_rows)
     if for_tokens:
-        gradients[0] = routes.combine(mlps.multiply(grad_product, mlps.w_up, ends, transposed=True))
+        gradients[0] = routes.combine(mlps.multiply(grad_product, mlps.w_up, ends, transposed=True, quantized=of_rows))
     return gradients
 
 
@@ -331,8 +351,8 @@ def _is_transformed() -> bool:
 
 def _check(input: Tensor, expert_ids: Tensor, expert_weights: Tensor, mlps: _Mlps) -> None:
     activation, gated, fp8, w_up, w_down, b_up, b_down = mlps
-    if fp8 not in (None, EXPERTS_RECIPE):
-        raise _expected(f"fp8 None or {EXPERTS_RECIPE!r}, the recipe of experts, got {fp8!r}")
+    if fp8 not in (None, *EXPERTS_RECIPES):
+        raise _expected(f"fp8 None or {' or '.join(map(repr, EXPERTS_RECIPES))}, recipes of experts, got {fp8!r}")
     if fp8 is not None and input.dtype == torch.float64:
         raise _expected("input of float32, float16 or bfloat16 with fp8, got float64")
     if not callable(activation) and activation not in ACTIVATIONS:

@@ -147,35 +147,46 @@ def scaled_grouped_mm(
     contraction_dim: Sequence[int] = (),
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """`scaled_mm` of groups of rows, each with a matrix of its own, as `cuda_ext.grouped_mm`; with the arguments of
-    `torch.nn.functional.scaled_grouped_mm` in their order.
+    """`scaled_mm` of groups of rows, each with a matrix of its own, or of groups of terms, as `cuda_ext.grouped_mm`;
+    with the arguments of `torch.nn.functional.scaled_grouped_mm` in their order.
 
-    Group ``g`` has the rows ``[offs[g - 1], offs[g])`` of `mat_a`. Groups may be empty; rows after the last are 0. The
-    host does not read `offs`. Where `scaled_mm` has a kernel on the tensor cores of FP8, so has this op, which finds
-    the groups on the device, if `mat_b` is float8_e4m3fn and, on Hopper, rows of the output are whole units of 16
-    bytes; matrices of `mat_b` that are not contiguous along K, or whose lines are not aligned to 16 bytes, are copied.
-    Elsewhere on CUDA operands are converted to bfloat16 for `cuda_ext.grouped_mm`.
+    Groups may be empty, and the host does not read `offs`. Two forms:
+
+    - ``(T, K)`` and ``(groups, K, N)`` give ``(T, N)``: group ``g`` has the rows ``[offs[g - 1], offs[g])`` of `mat_a`.
+      Rows after the last group are 0. Where `scaled_mm` has a kernel on the tensor cores of FP8, so has this form, if
+      `mat_b` is float8_e4m3fn and, on Hopper, rows of the output are whole units of 16 bytes. Elsewhere on CUDA
+      operands are converted to bfloat16 for `cuda_ext.grouped_mm`.
+    - ``(M, T)`` and ``(T, N)`` give ``(groups, M, N)``: sums over the terms ``[offs[g - 1], offs[g])``, 0 without any.
+      Terms after the last group are not used. Groups end at multiples of 128, where a sum of FP8 can begin, or at
+      ``T``: pad each with zeros, and `cuda_ext.fp8.quantize_both` with ``"BlockWise1x128"`` gives transposes whose
+      blocks belong to one group each. A GPU rounds other ends up. On Hopper a kernel on the tensor cores of FP8, with
+      the same condition, if both operands are float8_e4m3fn. Elsewhere on CUDA operands times their scales are
+      rounded to float32 for `cuda_ext.grouped_mm`.
+
+    Kernels find the groups on the device. Operands that are not contiguous along the sum, or whose lines are not
+    aligned to 16 bytes, are copied for them.
 
     Args:
-        mat_a: ``(T, K)``, float8_e4m3fn or float8_e5m2.
-        mat_b: ``(groups, K, N)``, either format. The weights of linear layers, ``(groups, N, K)``, are ``weights.mT``.
+        mat_a: ``(T, K)`` or ``(M, T)``, float8_e4m3fn or float8_e5m2.
+        mat_b: ``(groups, K, N)`` or ``(T, N)``, either format. The weights of linear layers, ``(groups, N, K)``, are
+            ``weights.mT``.
         scale_a: ``"TensorWise"``, one element; ``"RowWise"``, ``(T, 1)``; ``"BlockWise1x128"``,
-            ``(T, ceil(K / 128))``.
+            ``(T, ceil(K / 128))``. With groups of terms those of `scaled_mm`, as `scale_b`.
         scale_b: ``"TensorWise"``, one element, or ``(groups,)``; ``"RowWise"``, ``(groups, N)``;
             ``"BlockWise128x128"``, ``(groups, ceil(K / 128), ceil(N / 128))``.
         scale_recipe_a, scale_recipe_b: a `torch.nn.functional.ScalingType` or its name.
         swizzle_a, swizzle_b, contraction_dim: as PyTorch's defaults, for its other formats.
-        bias: ``(groups, N)``, added to the rows of each group; float32, float16 or bfloat16.
+        bias: ``(groups, N)``, added to the rows of each group; float32, float16 or bfloat16. Not with groups of terms.
         offs: ``(groups,)``, int32 or int64: ends, which do not decrease, up to ``T``.
         output_dtype: bfloat16 (default), float16 or float32.
-        use_fast_accum: as `scaled_mm`.
+        use_fast_accum: as `scaled_mm`. No effect with groups of terms.
 
     Returns:
-        ``(T, N)``, rounded once from a sum in float32.
+        ``(T, N)`` or ``(groups, M, N)``, rounded once from a sum in float32.
 
     Raises:
         RuntimeError: wrong shapes, dtypes, devices or scalings, a tensor that requires grad; on a CPU also ends that
-            decrease or are out of range.
+            decrease, are out of range or, of terms, are no multiples of 128.
         NotImplementedError: CUDA tensors, if no CUDA kernel is built.
     """
     op = f"{NAMESPACE}::scaled_grouped_mm"

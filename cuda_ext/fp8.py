@@ -40,7 +40,7 @@ from cuda_ext._activations import ACTIVATIONS
 from cuda_ext._gathered_weights import GatheredWeight, gather, is_gathered, reason_not_to_gather
 from cuda_ext._load import ops
 from cuda_ext._rules.fp8_vmap import mapped_where_roundings_differ
-from cuda_ext._scaled_mm import scaled_grouped_mm, scaled_mm, scaling_number
+from cuda_ext._scaled_mm import scaled_mm, scaling_number
 from cuda_ext._slot_write import writes_to_slot
 from cuda_ext._toolchain import NAMESPACE
 
@@ -207,49 +207,9 @@ def checked_recipe(name: str) -> str:
     return name
 
 
-# The recipe of mixtures of experts: a gradient of their matrices is a sum over a part of the rows, which for FP8 on
-# Hopper would have to begin at a multiple of 16.
-EXPERTS_RECIPE = "rowwise_with_gw_hp"
-
-
-def multiply_groups(
-    rows: Tensor,
-    matrices: Tensor,
-    ends: Tensor,
-    bias: Tensor | None = None,
-    *,
-    transposed: bool = False,
-    gathered: Tensor | None = None,
-) -> Tensor:
-    """``grouped_mm(rows, matrices.mT, offs=ends, bias=bias)`` in FP8, by EXPERTS_RECIPE; rows (T, K), matrices
-    (groups, N, K), or with `transposed` (groups, K, N). With `gathered` (T,) of ``rows[gathered]``, each converted
-    once, however often it occurs."""
-    recipe = _RECIPES[EXPERTS_RECIPE]
-    data, scales, scaling = recipe.of(rows, recipe.tokens)
-    if gathered is not None:
-        data, scales = ops.gather_fp8.default(data, gathered), scales.index_select(0, gathered)
-    name = f"{EXPERTS_RECIPE}, {'transposed' if transposed else 'as it is'}"
-
-    def quantized(matrices: Tensor) -> tuple[Tensor, Tensor]:
-        """(groups, N, K), and the scales of its lines, (groups, N)"""
-        groups, n, k = (matrices.mT if transposed else matrices).shape
-        lines = (matrices.mT if transposed else matrices).reshape(groups * n, k)
-        data, scales, _ = recipe.of(lines, recipe.weight)
-        return data.view(groups, n, k), scales.view(groups, n)
-
-    kept = _weights.get(matrices, name, quantized)
-    of_matrices, scales_of_matrices = quantized(matrices) if kept is None else kept
-    return scaled_grouped_mm(
-        data,
-        of_matrices.mT,
-        scales,
-        scaling,
-        scales_of_matrices,
-        recipe.weight,
-        bias=bias,
-        offs=ends,
-        output_dtype=rows.dtype,
-    )
+# The recipes of mixtures of experts. A gradient of their matrices is a sum over the rows of an expert, which for FP8 on
+# Hopper has to begin at a multiple of 16: by the first recipe these products are in the precision of the input.
+EXPERTS_RECIPES = "rowwise_with_gw_hp", "blockwise"
 
 
 _Kept = TypeVar("_Kept")

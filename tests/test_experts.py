@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cuda_ext
 from cuda_ext import mixture_of_experts
 from cuda_ext._activations import ACTIVATIONS
+from cuda_ext._expert_products import multiply_groups
 from cuda_ext.testing import assert_close_to_reference, assert_op_matches_reference, reference_mixture_of_experts
 from cuda_ext.testing.references import hidden_of
 
@@ -267,8 +268,8 @@ def test_in_fp8_as_linear_layers_in_fp8(dtype: torch.dtype) -> None:
 def test_a_gathered_row_is_converted_as_one_that_is_not(k: int, dtype: torch.dtype) -> None:
     rows, matrices = rand(7, k, dtype=dtype, grad=False), rand(3, 24, k, dtype=dtype, grad=False)
     gathered, ends = torch.randint(0, 7, (30,)), torch.tensor([11, 11, 25], dtype=torch.int32)
-    found = cuda_ext.fp8.multiply_groups(rows, matrices, ends, gathered=gathered)
-    assert found.equal(cuda_ext.fp8.multiply_groups(rows[gathered], matrices, ends)) and found[:25].any()
+    found = multiply_groups(rows, matrices, ends, gathered=gathered)
+    assert found.equal(multiply_groups(rows[gathered], matrices, ends)) and found[:25].any()
 
 
 def test_fp8_converts_each_token_once() -> None:
@@ -304,7 +305,7 @@ def test_layers_and_limits_of_fp8() -> None:
     assert 0 < (out - exact).abs().max() < 0.3 * exact.abs().max()
     out.square().sum().backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in layer.parameters())
-    with pytest.raises(RuntimeError, match="expected fp8 None or 'rowwise_with_gw_hp', the recipe of experts, got 'x'"):
+    with pytest.raises(RuntimeError, match="None or 'rowwise_with_gw_hp' or 'blockwise', recipes of experts, got 'x'"):
         mixture_of_experts(x, ids, weights, w_up, w_down, fp8="x")
     with pytest.raises(RuntimeError, match="expected fp8=None with a function as activation"):
         mixture_of_experts(x, ids, weights, w_up, w_down, activation=clamped, fp8="rowwise_with_gw_hp")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from cuda_ext import mixture_of_experts
+from cuda_ext.fp8 import EXPERTS_RECIPES
 from cuda_ext.nn import MixtureOfExperts
 
-RECIPE = "rowwise_with_gw_hp"
 EXPERTS, TOKENS, FEATURES, HIDDEN = 5, 70, 40, 24
 
 
@@ -39,7 +40,7 @@ class Case:
 
 @pytest.mark.every_backend
 @pytest.mark.parametrize(
-    ("dtype", "fp8"), [(dtype, None) for dtype in DTYPES] + [(dtype, RECIPE) for dtype in DTYPES[:3]], ids=str
+    ("dtype", "fp8"), [(dtype, None) for dtype in DTYPES] + [*itertools.product(DTYPES[:3], EXPERTS_RECIPES)], ids=str
 )
 def test_first_write_accumulation_and_average(dtype: torch.dtype, fp8: str | None) -> None:
     case = Case(dtype)
@@ -60,7 +61,7 @@ def test_first_write_accumulation_and_average(dtype: torch.dtype, fp8: str | Non
     assert reducer.collected == [True] * 6
 
 
-@pytest.mark.parametrize("fp8", [None, RECIPE])
+@pytest.mark.parametrize("fp8", [None, *EXPERTS_RECIPES])
 def test_autocast_writes_float32(fp8: str | None) -> None:
     """Where without a slot the gradient of a cast may be rounded to 16 bits on its way."""
     case = Case(torch.bfloat16, torch.float32)

@@ -341,7 +341,7 @@ def outputs_and_gradients(net: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def test_convert_experts_and_revert() -> None:
-    net, recipe = experts_model(), fp8.EXPERTS_RECIPE
+    net, recipe = experts_model(), fp8.EXPERTS_RECIPES[0]
     state = {name: value.clone() for name, value in net.state_dict().items()}
     parameters = [id(parameter) for parameter in net.parameters()]
     x = torch.randn(40, 48)
@@ -368,14 +368,16 @@ def test_convert_experts_and_revert() -> None:
 def test_experts_that_convert_keeps() -> None:
     report = fp8.convert(experts_model(), "rowwise", least_features=1)
     assert "0.experts" not in report.converted and report.experts == 0
-    reason = "multiplies in FP8 by 'rowwise_with_gw_hp' alone, not by 'rowwise'"
+    reason = "multiplies in FP8 by 'rowwise_with_gw_hp' or 'blockwise' alone, not by 'rowwise'"
     assert report.kept == {"0.experts": reason} and reason in str(report)
-    kept = fp8.convert(experts_model(), fp8.EXPERTS_RECIPE).kept
+    kept = fp8.convert(experts_model(), fp8.EXPERTS_RECIPES[0]).kept
     assert kept["0.experts"] == "48 x 32: quantising would take longer than FP8 saves"
-    by_keep = fp8.convert(experts_model(), fp8.EXPERTS_RECIPE, lambda name, _: name == "0.experts", least_features=1)
+    by_keep = fp8.convert(
+        experts_model(), fp8.EXPERTS_RECIPES[0], lambda name, _: name == "0.experts", least_features=1
+    )
     assert by_keep.kept["0.experts"] == "by keep" and len(by_keep.converted) == 3
     alone = cuda_ext.nn.Experts(48, 32, 4) if hasattr(cuda_ext.nn, "Experts") else experts_model()[0].experts
-    assert fp8.convert(alone, fp8.EXPERTS_RECIPE, least_features=1).converted == [""]
+    assert fp8.convert(alone, fp8.EXPERTS_RECIPES[0], least_features=1).converted == [""]
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -383,7 +385,7 @@ def test_experts_that_convert_keeps() -> None:
 def test_unchanged_experts_are_quantised_once(
     checkpointed: bool, autocast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = cuda_ext.nn.MixtureOfExperts(48, 32, 4, 2, fp8=fp8.EXPERTS_RECIPE)
+    layer = cuda_ext.nn.MixtureOfExperts(48, 32, 4, 2, fp8=fp8.EXPERTS_RECIPES[0])
     parts = [torch.randn(9, 48) for _ in range(3)]
     quantised = shapes_of_quantised(monkeypatch)
 
@@ -423,7 +425,7 @@ def test_unchanged_experts_are_quantised_once(
 
 def test_experts_under_autocast_are_converted_from_their_own_precision() -> None:
     """As linear layers: not from bfloat16. Gradients have the dtype of the parameters, from sums in float32."""
-    layer = cuda_ext.nn.MixtureOfExperts(48, 32, 4, 2, fp8=fp8.EXPERTS_RECIPE).experts
+    layer = cuda_ext.nn.MixtureOfExperts(48, 32, 4, 2, fp8=fp8.EXPERTS_RECIPES[0]).experts
     x, ids, weights = torch.randn(20, 48).bfloat16(), torch.randint(0, 4, (20, 2)), torch.rand(20, 2)
     with torch.autocast("cpu", torch.bfloat16):
         out = layer(x.float(), ids, weights)

@@ -184,17 +184,18 @@ def test_one_graph_for_any_batch(recipe: str) -> None:
 
 def test_one_graph_of_experts_for_any_batch() -> None:
     layer = cuda_ext.nn.MixtureOfExperts(32, 16, 4, 2)
-    fp8.convert(layer, fp8.EXPERTS_RECIPE, least_features=1)
+    fp8.convert(layer, fp8.EXPERTS_RECIPES[0], least_features=1)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     for rows in (2, 5, 33):
         x = torch.randn(rows, 32)
         assert compiled(x).equal(layer(x))
 
 
-def test_batched_gradients_of_experts() -> None:
+@pytest.mark.parametrize("recipe", fp8.EXPERTS_RECIPES)
+def test_batched_gradients_of_experts(recipe: str) -> None:
     leaves = [torch.randn(*shape, requires_grad=True) for shape in ((9, 32), (9, 2), (4, 48, 32), (4, 32, 24))]
     ids = torch.randint(0, 5, (9, 2))
-    out = cuda_ext.mixture_of_experts(leaves[0], ids, *leaves[1:], fp8=fp8.EXPERTS_RECIPE)
+    out = cuda_ext.mixture_of_experts(leaves[0], ids, *leaves[1:], fp8=recipe)
     grads = torch.randn(3, 9, 32)
     batched = torch.autograd.grad(out, leaves, grads, is_grads_batched=True, retain_graph=True)
     for index, grad in enumerate(grads):
@@ -230,7 +231,11 @@ def test_fake_tensors() -> None:
         found.append(scaled_mm(data, weights.t(), scale, "RowWise", scales, "RowWise"))
         matrices = weights.contiguous().view(2, 16, 200).mT
         grouped = scaled_grouped_mm(data, matrices, scale, "RowWise", scales.view(2, 16), "RowWise", offs=offs)
-        return [*found, grouped]
+        left, right = (fp8.quantize(each.t(), "BlockWise1x128") for each in (x, 2 * x))
+        sums = scaled_grouped_mm(
+            left[0], right[0].t(), left[1], "BlockWise1x128", right[1], "BlockWise1x128", offs=offs[1:]
+        )
+        return [*found, grouped, sums]
 
     expected = results(x, weights, scales, offs)
     with FakeTensorMode() as mode:
@@ -241,7 +246,7 @@ def test_fake_tensors() -> None:
 
 def test_copies_and_pickles() -> None:
     experts = cuda_ext.nn.MixtureOfExperts(130, 16, 4, 2)
-    fp8.convert(experts, fp8.EXPERTS_RECIPE, least_features=1)
+    fp8.convert(experts, fp8.EXPERTS_RECIPES[0], least_features=1)
     for model in (converted(), experts):
         x = torch.randn(5, 130)
         with fp8.unchanged_weights():
@@ -344,6 +349,24 @@ def test_groups_of_dtensors() -> None:
             bias=distributed(bias, split),
         )
         assert_parts(found, expected, split)
+
+
+@on_ranks(2)
+def test_groups_of_terms_of_dtensors() -> None:
+    (a, scale_a), (b, scale_b) = (fp8.quantize(torch.randn(lines, 384), "BlockWise1x128") for lines in (6, 16))
+    scaling, offs = "BlockWise1x128", torch.tensor([128, 128, 384])
+    expected = scaled_grouped_mm(a, b.t(), scale_a, scaling, scale_b, scaling, offs=offs)
+    for out, at_a, at_b in ((1, 0, None), (2, None, 0), (None, None, None)):
+        found = scaled_grouped_mm(
+            distributed(a, at_a),
+            distributed(b, at_b).t(),
+            distributed(scale_a, at_a),
+            scaling,
+            distributed(scale_b, at_b),
+            scaling,
+            offs=distributed(offs, None),
+        )
+        assert_parts(found, expected, out)
 
 
 @pytest.mark.parametrize("recipe", fp8.RECIPES)

@@ -199,7 +199,7 @@ def test_unknown_after_disable() -> None:
 
 def test_experts_of_patched_models_in_fp8() -> None:
     ids = torch.randint(0, 50, (2, 17))
-    model, recipe = tiny("mixtral"), cuda_ext.fp8.EXPERTS_RECIPE
+    model, recipe = tiny("mixtral"), cuda_ext.fp8.EXPERTS_RECIPES[0]
     names = [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
     with door.enable():
         report = cuda_ext.fp8.convert(model, recipe, least_features=1)

@@ -426,6 +426,38 @@ def scaled_groups_cases(large: bool) -> Iterator[Case]:
         yield name, partial(scaled_groups, rows, n, k, scalings, of_left)
 
 
+def scaled_terms(blocks: list[int], m: int, n: int) -> Results:
+    """Sums of FP8 over groups of terms, beside the sum of each group; and twice into the slot of a gradient."""
+    scaling, number = "BlockWise1x128", 4
+    terms = [128 * count for count in blocks]
+    offs = torch.tensor(terms).cumsum(0).to(torch.int32)
+    (a, scale_a), (b, scale_b) = (fp8.quantize(torch.randn(lines, sum(terms) + 128), scaling) for lines in (m, n))
+    out = cuda_ext.scaled_grouped_mm(a, b.t(), scale_a, scaling, scale_b, scaling, offs=offs)
+    slot = torch.full((len(blocks), m, n), torch.nan)
+    write = torch.ops.cuda_ext.scaled_grouped_mm.slot
+    operands = a, b.t(), scale_a, number, scale_b, number, offs
+    for beta in (0.0, 1.0):
+        write(*operands, weight_slot=slot, slot_alpha=0.5, slot_beta=beta)
+    exact, end = [], 0
+    for count in blocks:
+        begin, end = end, end + count
+        left, right = a[:, 128 * begin : 128 * end], b[:, 128 * begin : 128 * end]
+        of_left, of_right = scale_a[:, begin:end], scale_b[:, begin:end]
+        exact.append(testing.reference_scaled_mm(left, right.t(), of_left, scaling, of_right, scaling))
+    return {name_of(BFLOAT16): (out, torch.stack(exact)), "slot": (slot, torch.stack(exact))}
+
+
+def scaled_terms_cases(large: bool) -> Iterator[Case]:
+    sizes: list[tuple[list[int], int, int]] = [([1, 0, 2], 72, 136)]
+    if large:
+        sizes += [([5, 0, 17, 4], 1000, 1032), ([1] * 40, 768, 512)]
+    for blocks, m, n in sizes:
+        yield (
+            f"scaled_grouped_mm terms {len(blocks)} groups, {m} x {n} x {128 * sum(blocks)}",
+            partial(scaled_terms, blocks, m, n),
+        )
+
+
 def grouped_cases(large: bool) -> Iterator[Case]:
     """Groups around a slab and a tile, empty ones, clusters; every layout of the kernel on wgmma, and mma.sync."""
     sizes: list[tuple[list[int], int, int, int]] = [([1, 17, 0, 130], 264, 72, 9)]
@@ -450,6 +482,7 @@ def gemm_cases(large: bool) -> Iterator[Case]:
     yield from scaled_cases(large)
     yield from grouped_cases(large)
     yield from scaled_groups_cases(large)
+    yield from scaled_terms_cases(large)
     if large:  # whole tiles, many waves, split k
         for m, n, k in ((1024, 1024, 1024), (4096, 2048, 1024), (64, 1024, 8192), (1000, 1000, 1000)):
             yield f"gemm bfloat16 nn {m} x {n} x {k}", partial(gemm, m, n, k, BFLOAT16)

@@ -38,8 +38,9 @@ struct ScaledGemmParams {
   // Sums may stay in the tensor cores, which keep about 14 bits of them. Without effect if scales depend on the block.
   bool fast_accum = false;
   Output out;
-  // Groups of rows: b (k, n) is the first of the matrices, which are one, (groups n, k), in memory; its scales and the
-  // bias have these strides. Not on the CPU, where each group is a product of its own; without c.
+  // Not on the CPU, where each group is a product of its own. Groups of rows: b (k, n) is the first of the matrices,
+  // which are one, (groups n, k), in memory; its scales and the bias have these strides; without c. Groups of terms: out
+  // and c are (groups, m, n); without bias. A group ends at a multiple of kScaleBlock: others are rounded up.
   Groups groups;
   int64_t scale_b_group_stride = 0;
   int64_t bias_group_stride = 0;

@@ -35,15 +35,16 @@ void launch_scaled_gemm_sm90(const ScaledGemmParams& params, const sm90::ScaledP
   const GemmParams epilogue = without_scales(params);
   sm90::TensorMaps maps;
   maps.a = sm90::scaled_operand_map(params.a, params.k, params.m, params.a.row_stride, sm90::kRowBlock);
-  const bool grouped = params.groups.cut == Groups::Cut::kRows;
+  const bool grouped = params.groups.cut == Groups::Cut::kRows, of_terms = params.groups.cut == Groups::Cut::kTerms;
   const int64_t lines_of_b = grouped ? params.groups.count * params.n : params.n;
   maps.b = sm90::scaled_operand_map(params.b, params.k, lines_of_b, params.b.column_stride,
                                     sm90::kScaledConfigs[plan.config].block_n);
   sm90::GemmPlan of_output;
-  of_output.batches = 1;
+  of_output.batches = of_terms ? int(params.groups.count) : 1;
   if (plan.tma_store) maps.out = sm90::output_map(epilogue, of_output, epilogue.out, 1);
   if (grouped)
     launch_clear_rest(params.groups, params.m, params.n * size_of(params.out.dtype), params.out.data, stream);
+  if (of_terms) return sm90::ScaledTermsSm90<float8_e4m3_t>::launch(params, epilogue, plan, maps, stream);
   if (params.a.dtype == Dtype::kFloat8E4M3)
     return sm90::launch_types<float8_e4m3_t>(params, epilogue, plan, maps, stream);
   sm90::launch_types<float8_e5m2_t>(params, epilogue, plan, maps, stream);

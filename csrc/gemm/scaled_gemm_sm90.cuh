@@ -4,7 +4,7 @@
 //                GemmParams.
 // Tile           (block_m, block_n), in k tiles of 128: a line of 128 bytes, and one block of scales.
 // Blocks         are persistent: cluster c computes work items c, c + clusters, ... An item is a tile for each block of
-//                the cluster, adjacent along n.
+//                the cluster, adjacent along n, and its k tiles: all, or those of a group of terms, at least one.
 // Warpgroups     0: warp 0 is the producer, warp 1 reads scales and hands on the items. 1, 2: consumers, which take the
 //                tile's blocks of 64 rows by turns. Blocks without rows, after the end of the matrix or group, are
 //                neither loaded nor multiplied.
@@ -35,14 +35,14 @@ struct ScaledItem {
   int row_end;      // of the matrix or of the group of rows
   int group;        // of rows, or 0
 
-  DEVICE void store(arch::Words4& to) const {
-    const arch::Words4 words{{uint32_t(row), uint32_t(column), uint32_t(row_end), uint32_t(group)}};
-    arch::store_shared(arch::shared_address(&to), words);
-  }
-  DEVICE static ScaledItem load(const arch::Words4& from) {
-    const auto words = arch::load_shared<arch::Words4>(arch::shared_address(&from));
+  DEVICE arch::Words4 words() const { return {{uint32_t(row), uint32_t(column), uint32_t(row_end), uint32_t(group)}}; }
+  DEVICE static ScaledItem of(const arch::Words4& words) {
     return {int(words.data[0]), int(words.data[1]), int(words.data[2]), int(words.data[3])};
   }
+  DEVICE int end_of_rows(const ScaledGemmParams&) const { return row_end; }
+  DEVICE int line_of_b(const ScaledGemmParams& params) const { return group * int(params.n) + column; }
+  DEVICE int first_k_tile() const { return 0; }
+  DEVICE int k_tiles(const ScaledPlan& plan) const { return plan.k_tiles; }
 };
 
 // One instantiation of the kernel: its constants, and what the epilogue needs to know (epilogue_sm90.cuh).
@@ -51,6 +51,7 @@ struct ScaledGemm {
   using OperandA = A;
   using OperandB = B;
   static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
+  using Item = ScaledItem;
   using Position = GroupPosition;
   static constexpr Groups::Cut kCut = Groups::Cut::kNone;
   DEVICE static int items(const ScaledGemmParams&, const ScaledPlan& plan) { return plan.items(); }
@@ -61,6 +62,10 @@ struct ScaledGemm {
   }
   DEVICE static int first_column(const ScaledPlan& plan, int column_group) {
     return (column_group * plan.cluster + (plan.cluster > 1 ? arch::cluster_rank() : 0)) * kBlockN;
+  }
+  // The part of a consumer in the output.
+  DEVICE static GroupPosition position(const ScaledItem& item) {
+    return {{0, item.row + first_row(), item.column, Rows::kColumns}, item.row_end};
   }
   static constexpr bool kColumnsVary = columns_vary;  // as in ScaledPlan
   static constexpr bool kSwapped = false;
@@ -97,17 +102,17 @@ struct ScaledGemm {
   DEVICE static int first_row() { return ConsumerThreads::consumer() * kRowBlock; }
 };
 
-// The scales of the columns of an item's matrix b.
-DEVICE Scales scales_of_columns(const ScaledGemmParams& params, const ScaledItem& item) {
+// The scales of the columns of the matrix b of a group.
+DEVICE Scales scales_of_columns(const ScaledGemmParams& params, int group) {
   Scales scales = params.scale_b;
-  scales.data += item.group * params.scale_b_group_stride;
+  scales.data += group * params.scale_b_group_stride;
   return scales;
 }
 
 // The row blocks of a tile that have rows.
 template <class Gemm>
-DEVICE int row_blocks(const ScaledItem& item) {
-  const int blocks = (item.row_end - item.row + kRowBlock - 1) / kRowBlock;
+DEVICE int row_blocks(const ScaledGemmParams& params, const typename Gemm::Item& item) {
+  const int blocks = (item.end_of_rows(params) - item.row + kRowBlock - 1) / kRowBlock;
   return blocks < Gemm::kTileRowBlocks ? blocks : Gemm::kTileRowBlocks;
 }
 
@@ -118,9 +123,10 @@ DEVICE void for_k_tiles(const ScaledGemmParams& params, const ScaledPlan& plan, 
   const int items = Gemm::items(params, plan);
 #pragma unroll 1
   for (int index = arch::block_x() / plan.cluster; index < items; index += plan.clusters) {
-    const ScaledItem item = Gemm::item(params, plan, index);
+    const typename Gemm::Item item = Gemm::item(params, plan, index);
+    const int end = item.first_k_tile() + item.k_tiles(plan);
 #pragma unroll 1
-    for (int k_tile = 0; k_tile < plan.k_tiles; ++k_tile, ring.advance()) f(item, k_tile, ring);
+    for (int k_tile = item.first_k_tile(); k_tile < end; ++k_tile, ring.advance()) f(item, k_tile, ring);
   }
 }
 
@@ -129,14 +135,14 @@ template <class Gemm>
 DEVICE void load_operands(const ScaledGemmParams& params, const ScaledPlan& plan, const TensorMaps& maps,
                           typename Gemm::Storage& shared) {
   const int rank = plan.cluster > 1 ? arch::cluster_rank() : 0;
-  for_k_tiles<Gemm>(params, plan, [&](const ScaledItem& item, int k_tile, const Ring<Gemm::kStages>& ring) {
+  for_k_tiles<Gemm>(params, plan, [&](const auto& item, int k_tile, const Ring<Gemm::kStages>& ring) {
     if (Gemm::kCut == Groups::Cut::kRows && !ConsumerThreads::is_first_lane()) return;
     // Wait until the consumers of all blocks that this one writes to, and that write to this one, have released it.
     arch::barrier_wait_relaxed(shared.empty[ring.stage], ring.parity ^ 1);
     // Load this block's row blocks of a, for all blocks, and its own b.
     Barrier& full = shared.full[ring.stage];
     typename Gemm::Stage& stage = shared.stages[ring.stage];
-    const int blocks = row_blocks<Gemm>(item), k = k_tile * kLineBytes;
+    const int blocks = row_blocks<Gemm>(params, item), k = k_tile * kLineBytes;
     arch::barrier_arrive_expect(full, sizeof stage.b + blocks * kRowBlock * kLineBytes);
 #pragma unroll 1
     for (int i = rank; i < blocks; i += plan.cluster) {
@@ -147,33 +153,34 @@ DEVICE void load_operands(const ScaledGemmParams& params, const ScaledPlan& plan
       else
         arch::tma_load(to_a, maps.a, full, at_a);
     }
-    const int at_b[2] = {k, item.group * int(params.n) + item.column};
+    const int at_b[2] = {k, item.line_of_b(params)};
     arch::tma_load(arch::shared_address(stage.b), maps.b, full, at_b);
   });
 }
 
 // Copies the scales of `lines` lines from `first` on, of one block of k. Lines after the last, whose products are not
-// stored, get those of the last.
+// stored, get those of the last. A group without terms has block -1, of zeros, whose scales are 0.
 template <int lines>
 DEVICE void copy_scales(const Scales& scales, int64_t first, int64_t all, int block, float* to) {
 #pragma unroll
   for (int i = arch::opaque_thread_index() % arch::kWarpSize; i < lines; i += arch::kWarpSize) {
     const int64_t line = first + i < all ? first + i : all - 1;
-    arch::store_shared(arch::shared_address(to + i), arch::load_global<float>(scales.at(line, block)));
+    const float scale = block < 0 ? 0.0f : arch::load_global<float>(scales.at(line, block));
+    arch::store_shared(arch::shared_address(to + i), scale);
   }
 }
 
 // The scales' warp, which also tells the consumers which item a stage belongs to.
 template <class Gemm>
 DEVICE void load_scales(const ScaledGemmParams& params, const ScaledPlan& plan, typename Gemm::Storage& shared) {
-  for_k_tiles<Gemm>(params, plan, [&](const ScaledItem& item, int k_tile, const Ring<Gemm::kStages>& ring) {
+  for_k_tiles<Gemm>(params, plan, [&](const auto& item, int k_tile, const Ring<Gemm::kStages>& ring) {
     // Wait until all consumers have released the stage.
     arch::barrier_wait(shared.empty[ring.stage], ring.parity ^ 1);
     // Copy the scales of its rows, and of its columns or the one of all of them.
     if constexpr (Gemm::kPromotes) {
       typename Gemm::StageScales& scales = shared.scales[ring.stage];
       copy_scales<Gemm::kBlockM>(params.scale_a, item.row, params.m, k_tile, scales.a);
-      const Scales of_columns = scales_of_columns(params, item);
+      const Scales of_columns = scales_of_columns(params, item.group);
       if constexpr (Gemm::kColumnsVary)
         copy_scales<Gemm::kBlockN>(of_columns, item.column, params.n, k_tile, scales.b);
       else if (ConsumerThreads::is_first_lane())
@@ -185,7 +192,7 @@ DEVICE void load_scales(const ScaledGemmParams& params, const ScaledPlan& plan, 
     // Hand them to the consumers.
     arch::sync_warp();
     if (ConsumerThreads::is_first_lane()) {
-      item.store(shared.items[ring.stage]);
+      arch::store_shared(arch::shared_address(&shared.items[ring.stage]), item.words());
       arch::barrier_arrive(shared.full[ring.stage]);
     }
   });
@@ -251,7 +258,7 @@ DEVICE void promote_columns(const float (&product)[count], float first, float se
 // sums = the products of a work item, of the first `row_blocks` row blocks of this consumer. `ring` advances by its k
 // tiles.
 template <class Gemm>
-DEVICE void multiply_scaled(const ScaledPlan& plan, int row_blocks, typename Gemm::Storage& shared,
+DEVICE void multiply_scaled(const ScaledPlan& plan, int k_tiles, int row_blocks, typename Gemm::Storage& shared,
                             Ring<Gemm::kStages>& ring, typename Gemm::Accumulators& sums) {
   const OperandDescriptors<Gemm> operands(shared);
   const int thread = ConsumerThreads::index(), lane = thread % arch::kWarpSize;
@@ -260,7 +267,7 @@ DEVICE void multiply_scaled(const ScaledPlan& plan, int row_blocks, typename Gem
   for (auto& of_row_block : sums)
 #pragma unroll
     for (float& sum : of_row_block) sum = 0.0f;
-  int left = plan.k_tiles;
+  int left = k_tiles;
   do {  // there is at least one; ptxas serialises the products of a loop that could have none
     // Wait for the stage.
     arch::barrier_wait(shared.full[ring.stage], ring.parity);
@@ -312,9 +319,10 @@ DEVICE void multiply_fast(const ScaledPlan& plan, typename Gemm::Storage& shared
 
 // Of an item without rows for this consumer.
 template <class Gemm>
-DEVICE void release_all(const ScaledPlan& plan, typename Gemm::Storage& shared, Ring<Gemm::kStages>& ring) {
+DEVICE void release_all(const ScaledPlan& plan, int k_tiles, typename Gemm::Storage& shared,
+                        Ring<Gemm::kStages>& ring) {
 #pragma unroll 1
-  for (int k_tile = 0; k_tile < plan.k_tiles; ++k_tile, ring.advance()) {
+  for (int k_tile = 0; k_tile < k_tiles; ++k_tile, ring.advance()) {
     arch::barrier_wait(shared.full[ring.stage], ring.parity);
     release<Gemm>(plan, shared, ring.stage);
   }
@@ -373,26 +381,26 @@ DEVICE void consume_scaled(const ScaledGemmParams& params, const GemmParams& epi
   for (; left > 0; --left) {
     // The item of the next stage.
     arch::barrier_wait(shared.full[ring.stage], ring.parity);
-    const ScaledItem item = ScaledItem::load(shared.items[ring.stage]);
+    using Item = typename Gemm::Item;
+    const Item item = Item::of(arch::load_shared<arch::Words4>(arch::shared_address(&shared.items[ring.stage])));
     // Consumers take row blocks by turns, so that both have some of a tile that is not full.
-    const int own_blocks = (row_blocks<Gemm>(item) + 1 - ConsumerThreads::consumer()) / kConsumers;
+    const int own_blocks = (row_blocks<Gemm>(params, item) + 1 - ConsumerThreads::consumer()) / kConsumers;
     if (own_blocks == 0) {
-      release_all<Gemm>(plan, shared, ring);
+      release_all<Gemm>(plan, item.k_tiles(plan), shared, ring);
       continue;
     }
     if (plan.tma_store)
       stage_bias<Gemm>(epilogue, item.column / Gemm::kBlockN, item.group * params.bias_group_stride, shared);
     typename Gemm::Accumulators sums;
     if constexpr (Gemm::kPromotes) {
-      multiply_scaled<Gemm>(plan, own_blocks, shared, ring, sums);
+      multiply_scaled<Gemm>(plan, item.k_tiles(plan), own_blocks, shared, ring, sums);
     } else {
       multiply_fast<Gemm>(plan, shared, ring, sums);
       scale_rows<Gemm>(params.scale_a, item.row + Gemm::first_row(), params.m, sums);
     }
     if (!Gemm::kColumnsVary && !params.scale_b.has_blocks)
-      scale_columns<Gemm>(scales_of_columns(params, item), item.column, params.n, sums);
-    const typename Gemm::Position tile{{0, item.row + Gemm::first_row(), item.column, Gemm::Rows::kColumns},
-                                       item.row_end};
+      scale_columns<Gemm>(scales_of_columns(params, item.group), item.column, params.n, sums);
+    const typename Gemm::Position tile = Gemm::position(item);
     if constexpr (Gemm::kCut == Groups::Cut::kNone)
       if (!plan.tma_store) {
         store_rows<Gemm>(epilogue, of_epilogue, tile, shared, sums);

@@ -23,6 +23,13 @@ struct ScaledGroupsSm90 {
                      const TensorMaps& maps, void* stream);
 };
 
+// Of groups of terms; both are of float8_e4m3: instantiations/scaled_terms_sm90_e4m3.cu.
+template <class A>
+struct ScaledTermsSm90 {
+  static void launch(const ScaledGemmParams& params, const GemmParams& epilogue, const ScaledPlan& plan,
+                     const TensorMaps& maps, void* stream);
+};
+
 }  // namespace sm90
 
 // Launches the product on `stream`, an rt::Stream, as planned for these parameters (sm90::choose_scaled_plan).

@@ -10,6 +10,7 @@ namespace cuda_ext::sm80 {
 inline std::string scaled_refusal(const ScaledGemmParams& params, int compute_capability) {
   if (compute_capability < 89 || compute_capability / 10 == 9)
     return "the device has no mma.sync of FP8; it is sm_" + std::to_string(compute_capability);
+  if (params.groups.cut == Groups::Cut::kTerms) return "it has no groups of terms";
   if (params.k == 0) return "k is 0";
   const bool grouped = params.groups.cut == Groups::Cut::kRows;
   if (grouped && params.b.dtype != Dtype::kFloat8E4M3) return "mat_b is not of float8_e4m3fn";

@@ -26,7 +26,7 @@ inline std::string reason_to_refuse(const ScaledGemmParams& params, const rt::De
   if (device.compute_capability != 90)
     return "the device has no wgmma; it is sm_" + std::to_string(device.compute_capability);
   if (params.k == 0) return "k is 0";
-  const int64_t lines_of_b = std::max<int64_t>(params.groups.count, 1) * params.n;
+  const int64_t lines_of_b = (params.groups.cut == Groups::Cut::kRows ? params.groups.count : 1) * params.n;
   return std::max({params.m, lines_of_b, params.k}) >= int64_t(1) << 31 ? "a size is 2^31 or more" : "";
 }
 
@@ -38,7 +38,8 @@ constexpr int64_t shared_lines(const ScaledConfig& config, int64_t tiles, int64_
 
 inline bool can_run(int config, const ScaledGemmParams& params, const Restriction& only) {
   const bool is_allowed = only.config < 0 || only.config == config;
-  return is_allowed && (kScaledConfigs[config].promotes || (params.fast_accum && !params.has_blocks()));
+  const bool may_be_fast = params.fast_accum && !params.has_blocks() && params.groups.cut != Groups::Cut::kTerms;
+  return is_allowed && (kScaledConfigs[config].promotes || may_be_fast);
 }
 
 // What the plans of all products have in common.
@@ -53,6 +54,12 @@ inline ScaledPlan plan_columns(const ScaledGemmParams& params, const rt::Device&
   plan.tma_store = can_store_scaled_by_tma(params);
   plan.tma_add = plan.tma_store && params.c.data != nullptr;
   return plan;
+}
+
+inline std::string reason_to_refuse_terms(const ScaledGemmParams& params) {
+  if (params.a.dtype != Dtype::kFloat8E4M3 || params.b.dtype != Dtype::kFloat8E4M3)
+    return "an operand is not of float8_e4m3fn";
+  return can_store_scaled_by_tma(params) ? "" : "the output's rows do not begin at multiples of 16 bytes";
 }
 
 // Of groups of rows. The host does not know them: the plan is for groups of the same size.
@@ -89,24 +96,28 @@ inline ScaledChoice choose_scaled_groups_plan(const ScaledGemmParams& params, co
 }
 
 // Of the configs, the one whose busiest SM takes least. Operands do not matter: those that TMA cannot read are copied.
+// Of groups of terms, which the host does not know, all are of the same size.
 inline ScaledChoice choose_scaled_plan(const ScaledGemmParams& params, const rt::Device& device,
                                        const Restriction& only = {}) {
+  const bool of_terms = params.groups.cut == Groups::Cut::kTerms;
   ScaledChoice choice{.plan = {}, .refusal = reason_to_refuse(params, device)};
+  if (choice.refusal.empty() && of_terms) choice.refusal = reason_to_refuse_terms(params);
   if (!choice.refusal.empty()) return choice;
   for (int index = 0; index < kNumScaledConfigs; ++index) {
     const ScaledConfig& config = kScaledConfigs[index];
     if (!can_run(index, params, only)) continue;
     ScaledPlan plan = plan_columns(params, device, index, only);
     plan.row_tiles = checked_count(ceil_div(params.m, config.block_m), "rows of tiles");
-    checked_count(int64_t(plan.row_tiles) * plan.column_groups, "tiles of the output");
-    const int64_t waves = ceil_div(plan.items(), std::max(1, device.num_sms / plan.cluster));
+    const int64_t products = of_terms ? params.groups.count : 1;
+    const int items = checked_count(products * plan.row_tiles * plan.column_groups, "tiles of the output");
+    const int64_t waves = ceil_div(items, std::max(1, device.num_sms / plan.cluster));
     const int64_t cost = waves * shared_lines(config, 1, config.block_m / kRowBlock);
     if (choice.cost > 0 && cost >= choice.cost) continue;
     choice.cost = cost;
-    plan.clusters = int(ceil_div(plan.items(), waves));
+    plan.clusters = int(ceil_div(items, waves));
     // About a square of tiles at once.
     plan.raster = std::min(plan.row_tiles, 2048 / config.block_m);
-    plan.columns_vary = params.scale_b.has_blocks && params.scale_b.line_shift == 0;
+    plan.columns_vary = of_terms || (params.scale_b.has_blocks && params.scale_b.line_shift == 0);
     choice.plan = plan;
   }
   if (choice.cost == 0) choice.refusal = "no tile shape fits the restriction";

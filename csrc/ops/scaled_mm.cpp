@@ -1,25 +1,17 @@
 // scaled_mm: products of operands in FP8 with scales, and quantize_fp8, which makes such operands.
 #include "ops/torch_headers.h"
 
-#include <ATen/ops/arange.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/searchsorted.h>
-#include <ATen/ops/where.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include "gemm/quantize.h"
-#include "gemm/scaled_gemm.h"
 #include "ops/gemm_autograd.h"
 #include "ops/gemm_composed.h"
-#include "ops/grouped_mm.h"
 #include "ops/scaled_mm.h"
 #include "ops/tuning.h"
 
 namespace cuda_ext {
-
-constexpr int64_t kAlignment = 16;  // of the lines that kernels read, in bytes
 
 bool is_fp8(at::ScalarType type) { return type == at::kFloat8_e4m3fn || type == at::kFloat8_e5m2; }
 
@@ -29,13 +21,6 @@ bool has_aligned_lines(const Tensor& matrix) {
          reinterpret_cast<uintptr_t>(matrix.const_data_ptr()) % kAlignment == 0;
 }
 
-namespace {
-
-constexpr const char* kOp = "scaled_mm";
-constexpr const char* kQuantize = "quantize_fp8";
-
-int64_t blocks_of(int64_t size) { return (size + kScaleBlock - 1) / kScaleBlock; }
-
 void check_fp8(const char* op, const char* argument, const Tensor& tensor) {
   check_given(op, argument, tensor);
   CUDA_EXT_CHECK(tensor.dim() == 2 && is_fp8(tensor.scalar_type()), op, "expected ", argument,
@@ -43,28 +28,6 @@ void check_fp8(const char* op, const char* argument, const Tensor& tensor) {
                  dtype_name(tensor.scalar_type()), "; convert it with cuda_ext.fp8.quantize");
 }
 
-// The values of torch.nn.functional.ScalingType.
-enum Scaling : int64_t { kTensorWise = 0, kRowWise = 1, kBlockWise1x128 = 4, kBlockWise128x128 = 5 };
-
-// The scales of an operand with `lines` lines (rows of a, columns of b), as (lines that have their own, blocks of k).
-struct ScaleLines {
-  Tensor scales;
-  int line_shift;  // 2^line_shift lines share one
-  bool has_blocks;
-
-  Scales params() const {
-    const auto stride = [&](int64_t dim) { return scales.size(dim) == 1 ? 0 : scales.stride(dim); };
-    return {scales.const_data_ptr<float>(), line_shift, has_blocks, stride(0), stride(1)};
-  }
-  // (lines, 1) of a block of k, for `count` lines.
-  Tensor of_block(int64_t block, int64_t count) const {
-    const Tensor column = scales.narrow(1, has_blocks ? block : 0, 1);
-    return line_shift == 0 ? column : column.repeat_interleave(int64_t(1) << line_shift, 0).narrow(0, 0, count);
-  }
-};
-
-// The layouts are PyTorch's: scales of lines are (lines, blocks of k), those of 128 x 128 are (blocks of k, blocks of
-// lines), of either operand.
 ScaleLines check_scales(const char* op, const char* argument, const Tensor& scales, int64_t scaling,
                         const Tensor& operand, bool is_b) {
   check_given(op, argument, scales);
@@ -104,7 +67,6 @@ ScaleLines check_scales(const char* op, const char* argument, const Tensor& scal
   }
 }
 
-// A matrix of FP8, (lines, elements), whose lines are aligned.
 Tensor empty_lines(const Tensor& beside, int64_t lines, int64_t elements, at::ScalarType type) {
   const int64_t pitch = (elements + kAlignment - 1) / kAlignment * kAlignment;
   return empty_beside(beside, {lines, pitch}, type).narrow(1, 0, elements);
@@ -116,6 +78,23 @@ Tensor with_aligned_lines(const Tensor& matrix) {
   lines.copy_(matrix);
   return lines;
 }
+
+bool has_kernel(const CudaKernels& kernels, const ScaledGemmParams& params) {
+  return kernels.choose_scaled_gemm(params, {}).kernel != ScaledGemmChoice::Kernel::kNone;
+}
+
+void launch_scaled(const char* op, const CudaKernels& kernels, const ScaledGemmParams& params, at::Device device) {
+  const LaunchScope scope(device);
+  const auto launch = [&](const ScaledGemmParams& launched, const Restriction& only) {
+    kernels.scaled_gemm(launched, kernels.choose_scaled_gemm(launched, only), scope.stream());
+  };
+  launch_for(op, [&] { launch(params, tuned_plan(kernels, params, device, launch)); });
+}
+
+namespace {
+
+constexpr const char* kOp = "scaled_mm";
+constexpr const char* kQuantize = "quantize_fp8";
 
 // On CUDA devices without a kernel: exact products in bfloat16 with float32 output, and their scales. In float32.
 Tensor composed_scaled_mm(const Tensor& a, const Tensor& b, const ScaleLines& scale_a, const ScaleLines& scale_b,
@@ -154,18 +133,6 @@ struct ScaledOperands {
             check_scales(kOp, "scale_b", scale_b, scaling_b, b, true)};
   }
 };
-
-bool has_kernel(const CudaKernels& kernels, const ScaledGemmParams& params) {
-  return kernels.choose_scaled_gemm(params, {}).kernel != ScaledGemmChoice::Kernel::kNone;
-}
-
-void launch_scaled(const char* op, const CudaKernels& kernels, const ScaledGemmParams& params, at::Device device) {
-  const LaunchScope scope(device);
-  const auto launch = [&](const ScaledGemmParams& launched, const Restriction& only) {
-    kernels.scaled_gemm(launched, kernels.choose_scaled_gemm(launched, only), scope.stream());
-  };
-  launch_for(op, [&] { launch(params, tuned_plan(kernels, params, device, launch)); });
-}
 
 // out (M, N) = the product + bias + beta * c, which may be out.
 void multiply_into(const Tensor& out, const ScaledOperands& operands, const OptionalTensor& bias,
@@ -253,175 +220,22 @@ Tensor scaled_mm_autograd(const Tensor& a, const Tensor& b, const Tensor& scale_
   return op.call(a, b, scale_a, scaling_a, scale_b, scaling_b, bias, c, beta, type, use_fast_accum);
 }
 
-constexpr const char* kGrouped = "scaled_grouped_mm";
-
-// What is the same for all groups: their scales of columns.
-struct GroupScales {
-  Tensor scales;  // (groups, ...)
-
-  GroupScales(const Tensor& given, int64_t scaling, int64_t groups) {
-    check_given(kGrouped, "scale_b", given);
-    CUDA_EXT_CHECK(scaling != kBlockWise1x128, kGrouped,
-                   "expected scaling TensorWise, RowWise or BlockWise128x128 for scale_b, got BlockWise1x128");
-    const bool is_one = scaling == kTensorWise && given.numel() == 1;
-    scales = is_one ? given.reshape({1}).expand({groups}) : given;
-    CUDA_EXT_CHECK(scales.dim() > 0 && scales.size(0) == groups, kGrouped, "expected scale_b of shape (", groups,
-                   ", ...), those of each group, got ", shape_string(given));
-  }
-  ScaleLines of_group(int64_t group, int64_t scaling, const Tensor& b) const {
-    return check_scales(kGrouped, "scale_b", scales.select(0, group), scaling, b.select(0, group), true);
-  }
-};
-
-// (groups n, k), as kernels read the matrices b (groups, k, n) of all groups.
-Tensor lines_of_groups(const Tensor& b) {
-  return with_aligned_lines(b.transpose(1, 2).reshape({b.size(0) * b.size(2), b.size(1)}));
-}
-
-// On CUDA devices without a kernel, as composed_scaled_mm.
-Tensor composed_grouped(const Tensor& a, const Tensor& b, const ScaleLines& scale_a, const GroupScales& scale_b,
-                        int64_t scaling_b, const Tensor& ends, const OptionalTensor& bias, at::ScalarType type) {
-  const int64_t m = a.size(0), n = b.size(2), k = a.size(1), groups = b.size(0);
-  const Tensor exact_a = a.to(at::kBFloat16), exact_b = b.to(at::kBFloat16);
-  const Tensor rows = at::arange(m, ends.options());
-  const Tensor group_of_row = at::searchsorted(ends, rows, /*out_int32=*/false, /*right=*/true).clamp_max_(groups - 1);
-  std::vector<ScaleLines> of_groups;
-  for (int64_t group = 0; group < groups; ++group) of_groups.push_back(scale_b.of_group(group, scaling_b, b));
-  const bool has_blocks = scale_a.has_blocks || of_groups[0].has_blocks;
-  const int64_t block = has_blocks ? kScaleBlock : std::max<int64_t>(k, 1);
-  Tensor sum;
-  for (int64_t first = 0; first < k || !sum.defined(); first += block) {
-    const int64_t size = std::min(block, k - first);
-    const Tensor product =
-        call_grouped_mm(exact_a.narrow(1, first, size), exact_b.narrow(1, first, size), ends, {}, at::kFloat);
-    if (size > 0) {
-      std::vector<Tensor> columns;
-      for (const ScaleLines& lines : of_groups)
-        columns.push_back(lines.of_block(first / kScaleBlock, n).t().expand({1, n}));
-      product.mul_(scale_a.of_block(first / kScaleBlock, m)).mul_(at::cat(columns).index_select(0, group_of_row));
-    }
-    sum = sum.defined() ? sum.add_(product) : product;
-  }
-  if (is_given(bias)) sum.add_(bias->to(at::kFloat).index_select(0, group_of_row));
-  // Rows of no group are 0, whatever their scales are.
-  return at::where(rows.lt(ends.narrow(0, groups - 1, 1)).unsqueeze(1), sum, sum.new_zeros({})).to(type);
-}
-
-// The product of each group, one after the other. `params`: those of all rows.
-void multiply_groups_on_cpu(const ScaledGemmParams& params, const Tensor& b, const GroupScales& of_groups,
-                            int64_t scaling_b, const Tensor& ends, const OptionalTensor& bias, const Tensor& out) {
-  check_group_ends(kGrouped, ends, params.m);
-  int64_t begin = 0;
-  for (int64_t group = 0; group < b.size(0); ++group) {
-    const int64_t end = ends.const_data_ptr<int32_t>()[group];
-    ScaledGemmParams of_group = params;
-    of_group.m = end - begin;
-    of_group.a.data = static_cast<const uint8_t*>(params.a.data) + begin * params.a.row_stride;
-    of_group.scale_a.data += begin * params.scale_a.line_stride;
-    of_group.b = matrix(b.select(0, group));
-    of_group.scale_b = of_groups.of_group(group, scaling_b, b).params();
-    if (is_given(bias)) of_group.bias = matrix(bias->select(0, group));
-    of_group.out = output(out.narrow(0, begin, end - begin));
-    if (of_group.m > 0) launch_scaled_gemm(of_group);
-    begin = end;
-  }
-  out.narrow(0, begin, params.m - begin).zero_();
-}
-
-Tensor scaled_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t scaling_a,
-                         const Tensor& scale_b, int64_t scaling_b, const Tensor& offs, const OptionalTensor& bias,
-                         at::ScalarType type, bool use_fast_accum) {
-  check_fp8(kGrouped, "mat_a", a);
-  check_given(kGrouped, "mat_b", b);
-  CUDA_EXT_CHECK(b.dim() == 3 && is_fp8(b.scalar_type()) && b.size(1) == a.size(1), kGrouped,
-                 "expected mat_b of shape (groups, ", a.size(1), ", N) and of FP8 to match mat_a ", shape_string(a),
-                 ", got ", shape_string(b), " of ", dtype_name(b.scalar_type()));
-  check_same_device(kGrouped, "mat_b", b, "mat_a", a);
-  check_given(kGrouped, "offs", offs);
-  check_same_device(kGrouped, "offs", offs, "mat_a", a);
-  const int64_t groups = b.size(0), m = a.size(0), n = b.size(2);
-  CUDA_EXT_CHECK(
-      offs.dim() == 1 && offs.size(0) == groups && (offs.scalar_type() == at::kInt || offs.scalar_type() == at::kLong),
-      kGrouped, "expected offs of shape (", groups, ",) and dtype int32 or int64, got ", shape_string(offs), " of ",
-      dtype_name(offs.scalar_type()));
-  CUDA_EXT_CHECK(type == at::kFloat || type == at::kHalf || type == at::kBFloat16, kGrouped,
-                 "expected output_dtype float32, float16 or bfloat16, got ", dtype_name(type));
-  if (is_given(bias)) {
-    check_same_device(kGrouped, "bias", *bias, "mat_a", a);
-    CUDA_EXT_CHECK(bias->dim() == 2 && bias->size(0) == groups && bias->size(1) == n &&
-                       is_floating(bias->scalar_type()) && bias->scalar_type() != at::kDouble,
-                   kGrouped, "expected bias of shape (", groups, ", ", n,
-                   ") and dtype float32, float16 or bfloat16, got ", shape_string(*bias), " of ",
-                   dtype_name(bias->scalar_type()));
-  }
-  CUDA_EXT_CHECK(
-      scaling_a != kBlockWise128x128, kGrouped,
-      "expected scaling TensorWise, RowWise or BlockWise1x128 for scale_a, got BlockWise128x128, whose blocks ",
-      "of rows would belong to several groups");
-  const ScaleLines lines_a = check_scales(kGrouped, "scale_a", scale_a, scaling_a, a, false);
-  const GroupScales of_groups(scale_b, scaling_b, groups);
-  const CudaKernels* const kernels = cuda_kernels(kGrouped, a.device());
-  const c10::DeviceGuard guard(a.device());
-  Tensor out = empty_beside(a, {m, n}, type);
-  if (out.numel() == 0) return out;
-  if (groups == 0) return out.zero_();
-  const Tensor ends = offs.to(at::kInt).contiguous();
-  const ScaleLines lines_b = of_groups.of_group(0, scaling_b, b);
-  ScaledGemmParams params;
-  params.m = m;
-  params.n = n;
-  params.k = a.size(1);
-  params.a = matrix(a);
-  params.scale_a = lines_a.params();
-  params.fast_accum = use_fast_accum;
-  params.out = output(out);
-  if (kernels == nullptr) {
-    multiply_groups_on_cpu(params, b, of_groups, scaling_b, ends, bias, out);
-    return out;
-  }
-  params.groups = {Groups::Cut::kRows, ends.const_data_ptr<int32_t>(), groups};
-  params.b = transposed(matrix(b.select(0, 0).t()));
-  params.scale_b = lines_b.params();
-  params.scale_b_group_stride = groups == 1 ? 0 : of_groups.scales.stride(0);
-  if (is_given(bias)) {
-    params.bias = matrix(*bias);
-    params.bias_group_stride = bias->stride(0);
-  }
-  if (!has_kernel(*kernels, params)) return composed_grouped(a, b, lines_a, of_groups, scaling_b, ends, bias, type);
-  const Tensor lines_of_a = with_aligned_lines(a), lines_of_b = lines_of_groups(b);
-  params.a = matrix(lines_of_a);
-  params.b = transposed(matrix(lines_of_b));
-  launch_scaled(kGrouped, *kernels, params, a.device());
-  return out;
-}
-
-Tensor scaled_grouped_mm_autograd(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t scaling_a,
-                                  const Tensor& scale_b, int64_t scaling_b, const Tensor& offs,
-                                  const OptionalTensor& bias, at::ScalarType type, bool use_fast_accum) {
-  CUDA_EXT_CHECK(!any_requires_grad(a, b, scale_a, scale_b, bias) && !any_has_tangent(a, b, scale_a, scale_b, bias),
-                 kGrouped, "expected no tensor that requires grad: products of FP8 have no derivative; call this op ",
-                 "under torch.no_grad()");
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  static const auto op = find_op<decltype(scaled_grouped_mm)>(CUDA_EXT_OP("scaled_grouped_mm"));
-  return op.call(a, b, scale_a, scaling_a, scale_b, scaling_b, offs, bias, type, use_fast_accum);
-}
-
 using Numbers = c10::Dict<std::string, int64_t>;
 
 // What the kernel on wgmma would do, or why it cannot run, for the paper model.
 std::tuple<std::string, Numbers> scaled_mm_plan(int64_t m, int64_t n, int64_t k, int64_t compute_capability,
-                                                int64_t num_sms, int64_t groups, bool use_fast_accum) {
+                                                int64_t num_sms, int64_t groups, bool use_fast_accum, bool of_terms) {
   ScaledGemmParams params;
   params.m = m;
   params.n = n;
   params.k = k;
-  params.b.dtype = Dtype::kFloat8E4M3;
+  params.a.dtype = params.b.dtype = Dtype::kFloat8E4M3;
   params.out.dtype = Dtype::kBFloat16;
-  params.groups.count = groups;
+  if (groups > 0) params.groups = {of_terms ? Groups::Cut::kTerms : Groups::Cut::kRows, nullptr, groups};
   params.fast_accum = use_fast_accum;
   const rt::Device device{int(compute_capability), int(num_sms), rt::shared_bytes_of_sm(90)};
-  const sm90::ScaledChoice choice =
-      groups > 0 ? sm90::choose_scaled_groups_plan(params, device) : sm90::choose_scaled_plan(params, device);
+  const sm90::ScaledChoice choice = groups > 0 && !of_terms ? sm90::choose_scaled_groups_plan(params, device)
+                                                            : sm90::choose_scaled_plan(params, device);
   const sm90::ScaledPlan& plan = choice.plan;
   Numbers numbers;
   numbers.insert("block_m", sm90::kScaledConfigs[plan.config].block_m);
@@ -593,14 +407,10 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
 #undef ACTIVATION_ARGUMENTS
 #undef QUANTIZE_ARGUMENTS
   m.def(
-      "scaled_grouped_mm(Tensor mat_a, Tensor mat_b, Tensor scale_a, int scaling_a, Tensor scale_b, int scaling_b, "
-      "Tensor offs, Tensor? bias=None, *, ScalarType output_dtype, bool use_fast_accum=False) -> Tensor",
-      tags);
-  m.def(
       "_scaled_mm_plan(int m, int n, int k, int compute_capability, int num_sms, int groups=0, "
-      "bool use_fast_accum=False) -> (str, Dict(str, int))",
+      "bool use_fast_accum=False, bool of_terms=False) -> (str, Dict(str, int))",
       scaled_mm_plan, tags);
-  register_layout_errors(m, {"scaled_mm", "scaled_mm.slot", "scaled_grouped_mm"});
+  register_layout_errors(m, {"scaled_mm", "scaled_mm.slot"});
   register_layout_errors(m, {"quantize_fp8", "quantize_fp8.activation", "quantize_fp8.stochastic"});
   register_layout_errors(m, {"quantize_fp8_both", "quantize_fp8_both.activation", "quantize_fp8_both.stochastic"});
 }
@@ -621,18 +431,15 @@ void implement_quantize(torch::Library& m) {
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) {
   m.impl("scaled_mm", scaled_mm);
   m.impl("scaled_mm.slot", scaled_mm_slot);
-  m.impl("scaled_grouped_mm", scaled_grouped_mm);
   implement_quantize(m);
 }
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) {
   m.impl("scaled_mm", scaled_mm);
   m.impl("scaled_mm.slot", scaled_mm_slot);
-  m.impl("scaled_grouped_mm", scaled_grouped_mm);
   implement_quantize(m);
 }
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {
   m.impl("scaled_mm", scaled_mm_autograd);
-  m.impl("scaled_grouped_mm", scaled_grouped_mm_autograd);
   m.impl("scaled_mm.slot", torch::CppFunction::makeFallthrough());  // called in backward
   // What is quantised has no gradient.
   for (const std::string name : {"quantize_fp8", "quantize_fp8_both"})

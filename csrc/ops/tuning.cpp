@@ -79,7 +79,8 @@ std::string name_of(const rt::Device& device, const ScaledGemmParams& params) {
   const auto format = [](const Operand& operand) { return operand.dtype == Dtype::kFloat8E4M3 ? "e4m3" : "e5m2"; };
   name += std::string(" ") + format(params.a) + " of " + scales(params.scale_a) + ", " + format(params.b) + " of " +
           scales(params.scale_b) + ", to " + name_of(params.out.dtype);
-  add(params.groups.count > 0, ", groups " + std::to_string(params.groups.count));
+  add(params.groups.cut == Groups::Cut::kRows, ", groups " + std::to_string(params.groups.count));
+  add(params.groups.cut == Groups::Cut::kTerms, ", groups of terms " + std::to_string(params.groups.count));
   add(params.fast_accum, ", fast");
   add(params.bias.data != nullptr, ", bias");
   add(params.c.data != nullptr, params.c.data == params.out.data ? ", accumulated" : ", c");
@@ -134,7 +135,9 @@ std::vector<Restriction> candidates_of(const CudaKernels& kernels, const ScaledG
 int64_t elements_of_output(const GemmParams& params) {
   return params.m * params.n * product_of(params.batch_dims, params.batch_sizes);
 }
-int64_t elements_of_output(const ScaledGemmParams& params) { return params.m * params.n; }
+int64_t elements_of_output(const ScaledGemmParams& params) {
+  return params.m * params.n * (params.groups.cut == Groups::Cut::kTerms ? params.groups.count : 1);
+}
 
 // The time from the call of the constructor to that of `seconds`, of the current stream of a CUDA device. CPU tensors,
 // on which the emulator runs, have the time of the host.

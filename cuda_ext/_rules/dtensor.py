@@ -215,7 +215,13 @@ def _scaled_grouped_mm(
     a: Any, b: Any, scale_a: Any, scaling_a: int, scale_b: Any, scaling_b: int, *others: Any, **options: Any
 ) -> Iterator[Rule]:
     """Rows of tokens cannot be split, as in `_grouped_mm`."""
-    if scaling_b in (TENSORWISE, ROWWISE):
+    if b.ndim == 2:  # groups of terms: each has all of them
+        rows, columns = _scales_at(scale_a, scaling_a, a.shape[0]), _scales_at(scale_b, scaling_b, b.shape[1])
+        if rows is not None:
+            yield [Shard(1)], [Shard(0), REPLICATE, rows, None, REPLICATE, None, REPLICATE, REPLICATE]
+        if columns is not None:
+            yield [Shard(2)], [REPLICATE, Shard(1), REPLICATE, None, columns, None, REPLICATE, REPLICATE]
+    elif scaling_b in (TENSORWISE, ROWWISE):
         columns = Shard(1) if scaling_b == ROWWISE else REPLICATE
         yield [Shard(1)], [REPLICATE, Shard(2), REPLICATE, None, columns, None, REPLICATE, Shard(1)]
 

@@ -23,8 +23,7 @@ def _blocks(size: Any) -> Any:
     return (size + _BLOCK - 1) // _BLOCK
 
 
-def _check_scales(argument: str, scales: Tensor, scaling: int, operand: Tensor, is_b: bool) -> None:
-    op = "scaled_mm"
+def _check_scales(op: str, argument: str, scales: Tensor, scaling: int, operand: Tensor, is_b: bool) -> None:
     check(
         scales.dtype == torch.float32,
         op,
@@ -95,8 +94,8 @@ def _(
         op,
         f"expected output_dtype float32, float16 or bfloat16, got {dtype_name(output_dtype)}",
     )
-    _check_scales("scale_a", scale_a, scaling_a, mat_a, False)
-    _check_scales("scale_b", scale_b, scaling_b, mat_b, True)
+    _check_scales(op, "scale_a", scale_a, scaling_a, mat_a, False)
+    _check_scales(op, "scale_b", scale_b, scaling_b, mat_b, True)
     size = (mat_a.shape[0], mat_b.shape[1])
     if bias is not None:
         check(
@@ -136,11 +135,12 @@ def _(
         f"expected mat_a of two dims and dtype float8_e4m3fn or float8_e5m2, got {shape_of(mat_a)} of "
         f"{dtype_name(mat_a.dtype)}; convert it with cuda_ext.fp8.quantize",
     )
+    of_terms = mat_b.dim() == 2
     check(
-        mat_b.dim() == 3 and mat_b.dtype in _FORMATS and mat_b.shape[1] == mat_a.shape[1],
+        mat_b.dim() in (2, 3) and mat_b.dtype in _FORMATS and mat_b.shape[-2] == mat_a.shape[1],
         op,
-        f"expected mat_b of shape (groups, {mat_a.shape[1]}, N) and of FP8 to match mat_a {shape_of(mat_a)}, got "
-        f"{shape_of(mat_b)} of {dtype_name(mat_b.dtype)}",
+        f"expected mat_b of shape ({'' if of_terms else 'groups, '}{mat_a.shape[1]}, N) and of FP8 to match mat_a "
+        f"{shape_of(mat_a)}, got {shape_of(mat_b)} of {dtype_name(mat_b.dtype)}",
     )
     check_same_device(op, "mat_a", mat_a, mat_b=mat_b, scale_a=scale_a, scale_b=scale_b, offs=offs, bias=bias)
     check(
@@ -148,7 +148,12 @@ def _(
         op,
         f"expected output_dtype float32, float16 or bfloat16, got {dtype_name(output_dtype)}",
     )
-    return mat_a.new_empty((mat_a.shape[0], mat_b.shape[2]), dtype=output_dtype)
+    if not of_terms:
+        return mat_a.new_empty((mat_a.shape[0], mat_b.shape[2]), dtype=output_dtype)
+    check(bias is None, op, "expected no bias where the groups cut the terms of a sum")
+    _check_scales(op, "scale_a", scale_a, scaling_a, mat_a, False)
+    _check_scales(op, "scale_b", scale_b, scaling_b, mat_b, True)
+    return mat_a.new_empty((offs.shape[0], mat_a.shape[0], mat_b.shape[1]), dtype=output_dtype)
 
 
 def _quantized(input: Tensor, lines: Any, elements: Any, dtype: torch.dtype, scaling: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from cuda_ext._activations import ACTIVATIONS, NAMES, listed
 from cuda_ext._expert_parallel import shares
 from cuda_ext._experts import mixture_of_experts
 from cuda_ext._gemm import gemm
-from cuda_ext.fp8 import EXPERTS_RECIPE, ConvertibleLayer, convertible_layers
+from cuda_ext.fp8 import EXPERTS_RECIPES, ConvertibleLayer, convertible_layers
 from cuda_ext.nn.linear import MLP, GatedMLP
 
 
@@ -257,7 +257,7 @@ class Experts(nn.Module):
 def _convertible(module: nn.Module) -> ConvertibleLayer | None:
     if not isinstance(module, Experts):
         return None
-    return ConvertibleLayer((module.down_proj.shape[1], module.down_proj.shape[2]), (EXPERTS_RECIPE,))
+    return ConvertibleLayer((module.down_proj.shape[1], module.down_proj.shape[2]), EXPERTS_RECIPES)
 
 
 convertible_layers.append(_convertible)
@@ -289,8 +289,8 @@ class MixtureOfExperts(nn.Module):
             on all ranks. Copies of the layer share the group; it cannot be pickled. Default None: all are here.
         shared_hidden_features: the size of the hidden layer of an MLP for all tokens, whose output is added. Default 0,
             none.
-        fp8: "rowwise_with_gw_hp": experts and shared experts multiply in FP8, as `cuda_ext.mixture_of_experts` says;
-            the router does not. Default None.
+        fp8: "rowwise_with_gw_hp" or "blockwise": experts and shared experts multiply in FP8, as
+            `cuda_ext.mixture_of_experts` says; the router does not. Default None.
         device, dtype: of the parameters. float16, bfloat16, float32 or float64.
 
     Shape: input (..., K) -> (..., K); ``residual``, if given, broadcasts to the output. With ``return_losses=True``

@@ -10,7 +10,7 @@ from transformers.integrations import moe
 
 from cuda_ext._activations import activation_of
 from cuda_ext._experts import Gate, mixture_of_experts
-from cuda_ext.fp8 import EXPERTS_RECIPE, ConvertibleLayer, convertible_layers
+from cuda_ext.fp8 import EXPERTS_RECIPES, ConvertibleLayer, convertible_layers
 from cuda_ext.integrations.transformers.names import NAME, counter
 
 __all__ = ["experts_forward"]
@@ -61,7 +61,7 @@ def _convertible(module: torch.nn.Module) -> ConvertibleLayer | None:
     elif experts.has_post_expert_norm or callable(_gate_of(experts)):
         obstacle = "experts with a norm or a gate of their own"
     down = experts.down_proj.mT if experts.is_transposed else experts.down_proj
-    return ConvertibleLayer((down.shape[1], down.shape[2]), (EXPERTS_RECIPE,), obstacle)
+    return ConvertibleLayer((down.shape[1], down.shape[2]), EXPERTS_RECIPES, obstacle)
 
 
 convertible_layers.append(_convertible)
