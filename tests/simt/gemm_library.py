@@ -38,7 +38,13 @@ class _Output(ctypes.Structure):
 
 
 class _Groups(ctypes.Structure):
-    _fields_ = [("cut", ctypes.c_uint8), ("ends", ctypes.c_void_p), ("count", ctypes.c_int64)]
+    _fields_ = [
+        ("cut", ctypes.c_uint8),
+        ("ends", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("indices", ctypes.c_void_p),
+        ("source_rows", ctypes.c_int64),
+    ]
 
 
 class GemmParams(ctypes.Structure):
