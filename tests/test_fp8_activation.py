@@ -238,3 +238,34 @@ def test_gated_mlp_is_near_pytorch() -> None:
     exact = F.linear(F.silu(gate) * up, net.down_proj.weight)
     assert 0 < (net(x) - exact).abs().max() < 0.1
     assert ACTIVATIONS["silu"].function is F.silu
+
+
+@pytest.mark.parametrize("module", ["MLP", "GatedMLP"])
+@pytest.mark.parametrize("recipe", fp8.RECIPES)
+def test_modules_under_transforms(recipe: str, module: str) -> None:
+    net = getattr(cuda_ext.nn, module)(64, 96, fp8=recipe, bias=True)
+    x, residual = torch.randn(2, 6, 64, requires_grad=True), torch.randn(2, 6, 64)
+    leaves = [x, *net.parameters()]
+    expected = net(x, residual=residual)
+    torch.compiler.reset()
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager", dynamic=True)(x, residual=residual)
+    grads = [torch.autograd.grad(out.square().sum(), leaves) for out in (expected, compiled)]
+    assert compiled.equal(expected) and all(map(torch.equal, *grads))
+    plain = net(x)
+    with torch.no_grad():
+        program = torch.export.export(net, (x.detach(),), dynamic_shapes=({0: torch.export.Dim("batch", min=2)},))
+        # Without gradients also "rowwise_with_gw_hp" does not store the hidden tensor.
+        assert program.module()(x.detach()).equal(net(x))
+    with fp8.unchanged_weights():
+        assert net(x).equal(plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = net(x)
+    assert low.dtype == torch.bfloat16 and (low.float() - plain).abs().max() < 0.1
+    low.float().sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.float32
+    samples = torch.randn(3, 5, 64)
+    each = torch.stack([net(sample) for sample in samples])
+    torch.testing.assert_close(torch.vmap(net)(samples), each, rtol=0, atol=2.0**-18 * float(each.detach().abs().max()))
+    assert net(torch.randn(0, 64)).shape == (0, 64)
+    with pytest.raises(RuntimeError, match="expected reverse mode"):
+        torch.func.jvp(net, (x.detach(),), (x.detach(),))

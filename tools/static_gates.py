@@ -53,6 +53,7 @@ class Rule:
     registers_from: str | None = None  # wgmma: the source, relative to csrc, with the registers of each role
     overlap: int | None = None  # wgmma: at least so many exponentials between a product of the loop and its wait
     loads: int | None = None  # at least so many vector loads of each width in flight together
+    load_bits: int = 0  # of no smaller widths
 
 
 # The kernels on wgmma. One group of products is in flight while the lead of the next is issued.
@@ -112,8 +113,11 @@ RULES = (
     Rule("gemm_sm80<Gemm<(half_t|bfloat16_t)", ("HMMA", "LDSM", "LDGSTS"), lead=8, pause=32, burst=10),
     # The number of terms is no constant: more instructions decide what a step copies. The first has the layout of the
     # rule at the top.
-    Rule("gemm_sm80<GroupedGemm<float.*, 2>>", ("HMMA", "LDGSTS"), lead=20, pause=112, burst=8),
+    Rule("gemm_sm80<GroupedGemm<float.*, 2, false>>", ("HMMA", "LDGSTS"), lead=20, pause=112, burst=8),
     Rule("gemm_sm80<GroupedGemm<float", ("HMMA", "LDSM", "LDGSTS"), lead=20, pause=112, burst=10),
+    # Of terms that are gathered each k tile has other rows, whose indices are loaded among its products.
+    Rule("gemm_sm80<GroupedGemm<.*, 2, true>>", ("HMMA", "LDSM", "LDGSTS"), lead=112, pause=112, burst=16),
+    Rule("gemm_sm80<GroupedGemm<.*, 1, true>>", ("HMMA", "LDSM", "LDGSTS"), lead=12, pause=36, burst=10),
     Rule("gemm_sm80<GroupedGemm", ("HMMA", "LDSM", "LDGSTS"), lead=12, pause=32, burst=10),
     # ptxas moves most of the rounding and splitting after the products of a step, whatever the source order.
     Rule("gemm_sm80", ("HMMA", "LDSM", "LDGSTS"), lead=8, pause=112, burst=10),
@@ -122,6 +126,13 @@ RULES = (
     replace(WGMMA, name="gemm_sm90<Gemm<float", contains=WGMMA.contains[:4]),
     replace(WGMMA, name="gemm_sm90<GroupsOfRows", registers_from="gemm/groups_sm90.cuh"),
     # Before its products a consumer may clear what the last k tile has of the next group, and wait for the other one.
+    replace(
+        WGMMA,
+        name="gemm_sm90<GroupsOfTerms<.*, true>",
+        lead=56,
+        loop_excludes=tuple(opcode for opcode in WGMMA.loop_excludes if opcode != "BAR"),
+        registers_from="gemm/gather_sm90.cuh",
+    ),
     replace(
         WGMMA,
         name="gemm_sm90<GroupsOfTerms",
@@ -175,6 +186,7 @@ RULES = (
     Rule("attention_bwd_sinks"),
     Rule("activation_grad", loads=4),
     Rule("largest_magnitudes", ("RED",), loads=8),
+    Rule("quantize_tile<.*, 1, ", (r"STG\.E\.128",), loads=8, load_bits=128),  # others are of seed and offset
     Rule("quantize_tile", (r"STG\.E\.128",), loads=8),
     Rule("combine_rows", (r"LDG\.E(\.\w+)*\.128", r"STG\.E\.128"), shared_bytes=0, loads=4),
     Rule("gate_grad", (r"LDG\.E(\.\w+)*\.128", r"STG\.E\.128"), shared_bytes=0),
@@ -505,7 +517,7 @@ def faults(kernels: Iterable[Kernel], rules: Sequence[Rule] = RULES) -> list[str
                 f"{where}expected at least {rule.overlap} exponentials between a product of its loop and the wait for "
                 f"it, got {overlap}; the compiler has moved the softmax after the wait"
             )
-        if rule.loads is not None and (loads := min(kernel.in_flight.values(), default=0)) < rule.loads:
+        if rule.loads is not None and (loads := loads_in_flight(kernel, rule)) < rule.loads:
             found.append(
                 f"{where}expected {rule.loads} vector loads in flight together, got {loads}; load all "
                 "before the first is converted, which waits for it"
@@ -523,6 +535,10 @@ def wanted_opcodes(kernel: Kernel, rule: Rule) -> list[str]:
         multiplies = re.search(r"<Gemm<(bfloat16_t|float)\b|<\w+<bfloat16_t\b", kernel.name) is None
         wanted = ["STS" if opcode == "LDGSTS" else opcode for opcode in wanted if opcode != "HMMA" or multiplies]
     return wanted
+
+
+def loads_in_flight(kernel: Kernel, rule: Rule) -> int:
+    return min((count for bits, count in kernel.in_flight.items() if bits >= rule.load_bits), default=0)
 
 
 def exponentials_in_flight(loop: Loop) -> int:

@@ -104,7 +104,7 @@ def choose(
     plan: Any = torch.ops.cuda_ext._gemm_plan
     with _float32_as(dtype):
         kernel, _, _, numbers, cycles = plan(
-            a, b, None, None, None, None, None, 1.0, 1.0, None, False, False, gpu.compute_capability, gpu.sms,
+            a, b, None, None, None, None, None, None, 1.0, 1.0, None, False, False, gpu.compute_capability, gpu.sms,
             config=config, cluster=cluster, k_blocks=k_blocks, splits=splits,
         )  # fmt: skip
     return PlanSm90(dict(numbers), cycles) if kernel == "sm_90" else None

@@ -1,9 +1,7 @@
-// The counter-based random numbers of dropout and of stochastic rounding: the same on the CPU and in kernels.
+// The counter-based random numbers of dropout and of stochastic rounding; in kernels arch/random.cuh has the same.
 #pragma once
 
 #include <cstdint>
-
-#include "base/host_device.h"
 
 namespace cuda_ext {
 
@@ -19,8 +17,8 @@ struct RngSource {
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) for `Width` counters at once.
 // `static`, because it is compiled for several instruction sets.
 template <int Width>
-HOST_DEVICE static void philox(uint64_t seed, uint64_t offset, const uint64_t (&counter)[Width],
-                               uint32_t (&words)[4][Width]) {
+static inline void philox(uint64_t seed, uint64_t offset, const uint64_t (&counter)[Width],
+                          uint32_t (&words)[4][Width]) {
   uint32_t key0 = uint32_t(seed), key1 = uint32_t(seed >> 32);
   for (int i = 0; i < Width; ++i) {
     words[0][i] = uint32_t(counter[i]);
@@ -28,9 +26,6 @@ HOST_DEVICE static void philox(uint64_t seed, uint64_t offset, const uint64_t (&
     words[2][i] = uint32_t(offset);
     words[3][i] = uint32_t(offset >> 32);
   }
-#if defined(__CUDACC__)
-#pragma unroll
-#endif
   for (int round = 0; round < 10; ++round) {
     for (int i = 0; i < Width; ++i) {
       const uint64_t product0 = uint64_t(0xD2511F53) * words[0][i];

@@ -2,8 +2,8 @@
 // gradient through gate and weights. Each reads its operands once and writes its results once.
 //
 // Problem        CombineParams and GateGradParams in expert_passes.h.
-// Traffic        combine_rows: top_k + 1 rows of n elements for each token. gate_grad: of n elements for each row, 2
-//                are read and 2 written, gated 3 and 3.
+// Traffic        In rows of n elements: combine_rows reads top_k and writes one for each token; gate_grad reads 2 and
+//                writes 2 for each row of the product, gated 3 and 3.
 // Threads        A thread has 16 bytes of a row, a warp 512 adjacent bytes. combine_rows: a warp has those of one
 //                token, and up to kRowsAtOnce results of it in flight. gate_grad: a warp has a whole row, because one
 //                sum is of it, and kStepsAtOnce steps of 512 bytes in flight.

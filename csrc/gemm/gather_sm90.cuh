@@ -74,6 +74,11 @@ struct RowsGather {
   }
 };
 
+// For more copies under way than rows have, with a row each.
+struct GatherTermsRegisters {
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+};
+
 // Terms: (runs, 64 terms, 128 bytes) of a k tile. The rows of the next k tile are found while one is copied.
 template <int runs>
 struct TermsGather {

@@ -81,7 +81,8 @@ struct GroupsOfTerms : Gemm<T, Major::kMn, Major::kMn, config> {
   using Base = Gemm<T, Major::kMn, Major::kMn, config>;
   static constexpr bool kTmaOnly = true, kTmaGateUp = false;
   static constexpr Groups::Cut kCut = Groups::Cut::kTerms;
-  static constexpr int kProducerRegisters = gathers ? 56 : 40, kConsumerRegisters = gathers ? 224 : 232;
+  static constexpr int kProducerRegisters = gathers ? GatherTermsRegisters::kProducerRegisters : 40;
+  static constexpr int kConsumerRegisters = gathers ? GatherTermsRegisters::kConsumerRegisters : 232;
   static constexpr int kGathersWith = gathers ? kGatherThreads : 0;
   static constexpr int kTmaBytes = gathers ? sizeof(Base::Stage::a) : sizeof(typename Base::Stage);
 

@@ -3,6 +3,7 @@ tests/test_experts_passes.py compares their numbers with the definitions."""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +45,10 @@ def test_any_schedule_gives_the_same_bits(case: Any, n: int, dtype: torch.dtype)
         assert mine.equal(theirs)
 
 
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT" or os.environ.get("CUDA_EXT_CPU_ISA") == "generic",
+    reason="SSE2 rounds a product before it is added",
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [264, 333])
 def test_combination_has_the_bits_of_the_cpu(n: int, dtype: torch.dtype) -> None:
