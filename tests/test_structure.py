@@ -49,7 +49,9 @@ PARTS = {part: set(uses.split(", ")) - {""} for parts in LAYERS.values() for par
 FILES = {
     "prediction": "cuda_ext/distributed/prediction",
     "bucketing": "cuda_ext/distributed/bucketing",
-    "public ops": "cuda_ext/{_gemm,_grouped_mm,_scaled_mm,_experts,fp8,attention,kvcache,loss,bucket,ops}.py",
+    "public ops": (
+        "cuda_ext/{_gemm,_grouped_mm,_scaled_mm,_experts,_expert_products,fp8,attention,kvcache,loss,bucket,ops}.py"
+    ),
     "rules": "cuda_ext/_rules",
     "support": "cuda_ext/{_*,block_mask,dev,info}.py",
 }

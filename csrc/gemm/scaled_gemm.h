@@ -39,8 +39,8 @@ struct ScaledGemmParams {
   bool fast_accum = false;
   Output out;
   // Not on the CPU, where each group is a product of its own. Groups of rows: b (k, n) is the first of the matrices,
-  // which are one, (groups n, k), in memory; its scales and the bias have these strides; without c. Groups of terms: out
-  // and c are (groups, m, n); without bias. A group ends at a multiple of kScaleBlock: others are rounded up.
+  // which are one, (groups n, k), in memory; its scales and the bias have these strides; without c. Groups of terms:
+  // out and c are (groups, m, n); without bias. Ends that are no multiples of kScaleBlock are rounded up.
   Groups groups;
   int64_t scale_b_group_stride = 0;
   int64_t bias_group_stride = 0;

@@ -2,9 +2,9 @@
 // groups_sm90.cuh.
 //
 // Rows     The matrices b of all groups are one, (groups n, k).
-// Terms    The groups are the batches of the output, each with its own k tiles. A sum begins at a k tile, so the ends of
-//          groups are rounded up to whole ones; no term is then cleared. A group without terms has one k tile, before
-//          the first, which TMA fills with zeros.
+// Terms    The groups are the batches of the output, each with its own k tiles. A sum begins at a k tile, so the ends
+//          of groups are rounded up to whole ones; no term is then cleared. A group without terms has one k tile,
+//          before the first, which TMA fills with zeros.
 #pragma once
 
 #include "gemm/groups.cuh"
