@@ -67,7 +67,7 @@ def sort(ids: Tensor, experts: int) -> Routes:
     ids = ids.detach()
     in_range = torch.where(ids < 0, experts, ids).reshape(-1)
     by_expert, pairs = torch.sort(in_range, stable=True)
-    rows = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=ids.device))
+    rows = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(pairs.shape[0], device=ids.device))
     ends = torch.searchsorted(by_expert, torch.arange(experts, device=ids.device, dtype=ids.dtype), right=True)
     return Routes(pairs, rows.view(ids.shape), ends.int())
 
