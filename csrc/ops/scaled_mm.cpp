@@ -365,7 +365,7 @@ Tensor scaled_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a
   Tensor out = empty_beside(a, {m, n}, type);
   if (out.numel() == 0) return out;
   if (groups == 0) return out.zero_();
-  const Tensor ends = offs.to(at::kInt).contiguous();
+  const Tensor ends = to_int32(offs);
   const ScaleLines lines_b = of_groups.of_group(0, scaling_b, b);
   ScaledGemmParams params;
   params.m = m;
