@@ -37,7 +37,7 @@ class Routes(NamedTuple):
     def token_of_rows(self) -> Tensor:
         """(rows,), int32. That of a row of no pair is the one after the last, of `with_zeros`."""
         tokens = self.pairs.div(self.rows.shape[1], rounding_mode="floor").int()
-        return tokens.clamp_(max=len(self.rows)) if self._has_gaps() else tokens
+        return tokens.clamp_(max=self.rows.shape[0]) if self._has_gaps() else tokens
 
     def with_zeros(self, tokens: Tensor) -> Tensor:
         """`tokens` (tokens, K), and a token of zeros for rows of no pair, if there may be any."""
@@ -45,14 +45,15 @@ class Routes(NamedTuple):
 
     def of_pairs(self, weights: Tensor) -> Tensor:
         """Weights (tokens, k), as long as the rows: with zeros for those of no pair."""
-        return F.pad(weights.reshape(-1), (0, len(self.pairs) - weights.numel())) if self._has_gaps() else weights
+        return F.pad(weights.reshape(-1), (0, self.pairs.shape[0] - weights.numel())) if self._has_gaps() else weights
 
     def without_zeros(self, weights: Tensor) -> Tensor:
         """The inverse of `of_pairs`."""
         return weights[: self.rows.numel()].view(self.rows.shape) if self._has_gaps() else weights
 
     def _has_gaps(self) -> bool:
-        return len(self.pairs) != self.rows.numel()
+        tokens, top_k = self.rows.shape
+        return self.pairs.shape[0] != tokens * top_k
 
     def sum(self, results: Tensor, weights: Tensor | None = None) -> Tensor:
         """(tokens, K): the sum of each token's rows, weighted if there are weights (tokens, k), in their order."""
@@ -87,7 +88,7 @@ def sort(ids: Tensor, experts: int, alignment: int = 1) -> Routes:
     in_range = torch.where(ids < 0, experts, ids).reshape(-1)
     by_expert, pairs = torch.sort(in_range, stable=True)
     ends = torch.searchsorted(by_expert, torch.arange(experts, device=ids.device, dtype=ids.dtype), right=True)
-    at = torch.arange(len(pairs), device=ids.device)  # of the sorted pairs
+    at = torch.arange(pairs.shape[0], device=ids.device)  # of the sorted pairs
     if alignment > 1:
         at, pairs_of_rows, ends = _with_gaps(at, by_expert.clamp(max=experts), pairs, ends, alignment)
     else:
@@ -101,7 +102,7 @@ def _with_gaps(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The rows of sorted pairs, the pairs of rows, and the ends of experts. The host does not know how many rows there
     are: it takes the most."""
-    count, experts = len(pairs), len(ends)
+    count, experts = pairs.shape[0], ends.shape[0]
     most = count + (alignment - 1) * min(count, experts)
     size = (most + alignment - 1) // alignment * alignment
     begins = F.pad(ends[:-1], (1, 0))

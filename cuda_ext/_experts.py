@@ -175,9 +175,7 @@ def _compute(
     experts: int | None,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    count = input.shape[:-1].numel()  # -1 would be ambiguous where a size is 0
-    tokens, ids = input.reshape(count, input.shape[-1]), expert_ids.reshape(count, expert_ids.shape[-1])
-    weights = expert_weights.reshape(ids.shape)
+    tokens, ids, weights = map(_as_matrix, (input, expert_ids, expert_weights))
     if ids.shape[1] == 0:  # a token without experts is one with an expert that is not here
         ids, weights = F.pad(ids, (0, 1), value=-1), F.pad(weights, (0, 1))
     if group is None or experts is None:
@@ -185,6 +183,11 @@ def _compute(
     else:
         out = on_their_ranks(partial(_compute_here, mlps), experts, group, tokens, ids, weights)
     return out.reshape(input.shape)
+
+
+def _as_matrix(tensor: Tensor) -> Tensor:
+    """(..., C) -> (tokens, C)"""
+    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)
 
 
 def _compute_here(mlps: _Mlps, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -468,12 +468,26 @@ class Float8Linear(nn.Linear):
     fp8: str | None  # the recipe; None: not in FP8
     stochastic_gradients: bool = False
 
-    def forward(self, input: Tensor, residual: Tensor | None = None, **of_input: Any) -> Tensor:
+    def forward(
+        self,
+        input: Tensor,
+        residual: Tensor | None = None,
+        *,
+        input_activation: str | None = None,  # as `linear`
+        input_gated: bool = False,
+    ) -> Tensor:
         if self.fp8 is None:
-            out = super().forward(input)
+            out = super().forward(hidden(input, input_activation, input_gated))
         else:
-            options: dict[str, Any] = {"recipe": self.fp8, "stochastic_gradients": self.stochastic_gradients}
-            out = linear(input, self.weight, self.bias, **options, **of_input)
+            out = linear(
+                input,
+                self.weight,
+                self.bias,
+                recipe=self.fp8,
+                stochastic_gradients=self.stochastic_gradients,
+                input_activation=input_activation,
+                input_gated=input_gated,
+            )
         return out if residual is None else out + residual  # in place of a `cuda_ext.nn.Linear`
 
     def extra_repr(self) -> str:
@@ -646,9 +660,11 @@ def revert(model: nn.Module) -> None:
                 "FSDP2 gathers in FP8; make the model again, and load its state dict"
             )
     for layer in model.modules():
-        vars(layer).pop("stochastic_gradients", None)
         if type(layer) is Float8Linear:
             del layer.fp8
             layer.__class__ = nn.Linear  # type: ignore[assignment]
         elif getattr(layer, "fp8", None) is not None and _description(layer) is not None:
             setattr(layer, "fp8", None)  # noqa: B010
+        else:
+            continue
+        vars(layer).pop("stochastic_gradients", None)

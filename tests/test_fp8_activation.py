@@ -231,6 +231,23 @@ def test_modules_whose_second_layer_has_hooks_or_another_class(module: str) -> N
     assert net(x).shape == (5, 64)
 
 
+@pytest.mark.parametrize("converted", [False, True])
+def test_arguments_of_a_layer_that_is_not_in_fp8(converted: bool) -> None:
+    """An unknown one is an error, the function of the input is applied."""
+    layer = cuda_ext.nn.Linear(32, 48)
+    if converted:
+        net = nn.Sequential(nn.Linear(32, 48))
+        fp8.convert(net, least_features=1)
+        layer = net[0]
+        layer.fp8 = None
+    x = torch.randn(5, 64)
+    with pytest.raises(TypeError, match="resdual"):
+        layer(x[:, :32], resdual=x)
+    gate, up = x.chunk(2, -1)
+    expected = F.linear(F.silu(gate) * up, layer.weight, layer.bias)
+    torch.testing.assert_close(layer(x, input_activation="silu", input_gated=True), expected)
+
+
 def test_gated_mlp_is_near_pytorch() -> None:
     net = cuda_ext.nn.GatedMLP(64, 96, fp8="blockwise")
     x = torch.randn(6, 64)

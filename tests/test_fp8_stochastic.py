@@ -328,3 +328,11 @@ def test_convert_and_revert() -> None:
     fp8.revert(net)
     assert "stochastic" not in repr(net) and type(net[0]) is nn.Linear and not hasattr(net[0], "stochastic_gradients")
     assert cuda_ext.nn.Linear(64, 64).stochastic_gradients is False
+
+
+def test_revert_leaves_other_modules_alone() -> None:
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+    net[1].stochastic_gradients = "mine"
+    fp8.convert(net, least_features=1)
+    fp8.revert(net)
+    assert net[1].stochastic_gradients == "mine"

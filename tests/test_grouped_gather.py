@@ -141,6 +141,20 @@ def test_indices_out_of_range(form: str, dtype: torch.dtype, backend: str) -> No
 
 @pytest.mark.every_backend
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_int64_beyond_int32_is_out_of_range(dtype: torch.dtype, backend: str) -> None:
+    """Not what its lower 32 bits say."""
+    a, b = integers(5, 40, dtype=dtype), integers(2, 40, 24, dtype=dtype)
+    indices, offs, far_ends = torch.tensor([2**32, 1 - 2**32, 1]), torch.tensor([1, 3]), torch.tensor([1, 2**32 + 2])
+    if backend == "cpu":
+        with pytest.raises(RuntimeError, match="expected offs to be ends"):
+            grouped_mm(a, b, offs=far_ends)
+        return
+    assert grouped_mm(a, b, offs=offs, indices=indices)[:2].count_nonzero() == 0
+    assert grouped_mm(a, b, offs=far_ends).equal(grouped_mm(a, b, offs=torch.tensor([1, 5])))
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_rows_that_no_index_names_reach_nothing(dtype: torch.dtype) -> None:
     """NaN in them, and terms of other groups, which are gathered from there."""
     offs, named = torch.tensor([30, 30, 77]), 20

@@ -224,6 +224,26 @@ def test_copies_and_compiles() -> None:
     )
 
 
+@pytest.mark.parametrize("fp8", [None, "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("return_losses", [False, True])
+def test_exports_for_any_number_of_tokens(return_losses: bool, fp8: str | None) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = MixtureOfExperts(16, 8, 4, 2, shared_hidden_features=8, bias=True, fp8=fp8)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.experts(x, return_losses=return_losses)
+
+    block = Block()
+    batch = {0: torch.export.Dim("batch", min=1, max=1000)}
+    program = torch.export.export(block, (torch.randn(3, 5, 16),), dynamic_shapes=(batch,)).module()
+    for size in (1, 3, 8):
+        x = torch.randn(size, 5, 16)
+        with torch.no_grad():
+            torch.testing.assert_close(program(x), block(x))
+
+
 def test_pickles_without_a_group() -> None:
     layer, x = MixtureOfExperts(16, 8, 4, 2, correction=True), torch.randn(5, 16)
     file = io.BytesIO()

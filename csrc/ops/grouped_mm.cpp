@@ -7,6 +7,8 @@
 #include <ATen/ops/new_ones.h>
 #include <ATen/ops/where.h>
 
+#include <limits>
+
 #include "gemm/grouped_gemm.h"
 #include "ops/gemm_autograd.h"
 #include "ops/gemm_composed.h"
@@ -106,6 +108,12 @@ GroupedShape check_grouped(const Tensor& a, const Tensor& b, const Tensor& offs,
 
 }  // namespace
 
+Tensor to_int32(const Tensor& numbers) {
+  using Limits = std::numeric_limits<int32_t>;
+  const bool is_wide = numbers.scalar_type() == at::kLong;
+  return (is_wide ? numbers.clamp(Limits::min(), Limits::max()) : numbers).to(at::kInt).contiguous();
+}
+
 void check_group_ends(const char* op, const Tensor& ends, int64_t size) {
   const int32_t* const data = ends.const_data_ptr<int32_t>();
   for (int64_t group = 0; group < ends.numel(); ++group) {
@@ -121,9 +129,9 @@ GroupedCall describe_grouped(const char* op, const Tensor& given_a, const Tensor
   check_floating(op, "mat_a", given_a);
   const auto type = output_type(op, out_dtype, given_a.scalar_type());
   const GroupedShape shape = check_grouped(given_a, given_b, offs, bias, indices, epilogue, type);
-  GroupedCall call{{}, given_a, given_b, offs.to(at::kInt).contiguous(), {}, shape.out(), type};
+  GroupedCall call{{}, given_a, given_b, to_int32(offs), {}, shape.out(), type};
   Tensor& gathered = shape.cuts_rows ? call.a : call.b;
-  if (is_given(indices)) call.indices = indices->to(at::kInt).contiguous();
+  if (is_given(indices)) call.indices = to_int32(*indices);
   if (!for_gpu) {
     check_group_ends(op, call.ends, shape.cuts_rows ? shape.m : shape.k);
     if (is_given(indices)) check_values_of_indices(*indices, call.ends, gathered.size(0));

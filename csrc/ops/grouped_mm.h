@@ -25,6 +25,9 @@ GroupedCall describe_grouped(const char* op, const Tensor& a, const Tensor& b, c
                              const OptionalTensor& bias, const OptionalTensor& indices, const GroupedEpilogue& epilogue,
                              OptionalType out_dtype, bool for_gpu);
 
+// Contiguous, in int32, as kernels read ends and indices; of int64 those out of range stay so.
+Tensor to_int32(const Tensor& numbers);
+
 // Checks ends of groups, in the memory of the host, of a dim of this size.
 void check_group_ends(const char* op, const Tensor& ends, int64_t size);
 

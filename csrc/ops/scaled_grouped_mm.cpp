@@ -256,7 +256,7 @@ Tensor check_operands(const Tensor& a, const Tensor& b, const Tensor& offs) {
   CUDA_EXT_CHECK(offs.dim() == 1 && (offs.scalar_type() == at::kInt || offs.scalar_type() == at::kLong), kOp,
                  "expected offs of shape (", of_terms ? "groups" : std::to_string(b.size(0)),
                  ",) and dtype int32 or int64, got ", shape_string(offs), " of ", dtype_name(offs.scalar_type()));
-  return offs.to(at::kInt).contiguous();
+  return to_int32(offs);
 }
 
 Terms check_terms(const Tensor& a, const Tensor& b, const Tensor& scale_a, int64_t scaling_a, const Tensor& scale_b,

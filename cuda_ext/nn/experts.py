@@ -123,7 +123,7 @@ class Router(nn.Module):
         # Not bincount, whose size depends on values when it is compiled.
         load = torch.zeros(self.experts, dtype=torch.int64, device=ids.device)
         load = load.scatter_add(0, ids.reshape(-1), torch.ones_like(ids.reshape(-1)))
-        tokens = max(len(ids), 1)
+        tokens = max(ids.shape[0], 1)
         fractions, means = load.to(logits.dtype) / (tokens * self.top_k), probabilities.sum(0) / tokens
         z = logits.logsumexp(-1).square().sum() / tokens
         return RouterLosses(self.experts * (fractions * means).sum(), z, load)

@@ -72,11 +72,26 @@ class Linear(nn.Linear):
         linear(_empty(), _empty(), activation=activation)
         self.fp8 = None if fp8 is None else _fp8.checked_recipe(fp8)
 
-    def forward(self, input: Tensor, residual: Tensor | None = None, **of_input: Any) -> Tensor:
+    def forward(
+        self,
+        input: Tensor,
+        residual: Tensor | None = None,
+        *,
+        input_activation: str | None = None,  # as `cuda_ext.fp8.linear`
+        input_gated: bool = False,
+    ) -> Tensor:
         if self.fp8 is None:
+            input = _fp8.hidden(input, input_activation, input_gated)
             return linear(input, self.weight, self.bias, activation=self.activation, residual=residual)
-        options: dict[str, Any] = {"recipe": self.fp8, "stochastic_gradients": self.stochastic_gradients}
-        out = _fp8.linear(input, self.weight, self.bias, **options, **of_input)
+        out = _fp8.linear(
+            input,
+            self.weight,
+            self.bias,
+            recipe=self.fp8,
+            stochastic_gradients=self.stochastic_gradients,
+            input_activation=input_activation,
+            input_gated=input_gated,
+        )
         out = ACTIVATIONS[self.activation].function(out)
         return out if residual is None else out + residual
 
