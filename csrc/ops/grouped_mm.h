@@ -19,8 +19,8 @@ struct GroupedEpilogue {
   bool gated = false;
 };
 
-// Checks the arguments. for_gpu: operands are copied if CUDA kernels cannot read them, or gather their rows; else `offs`
-// and `indices` are checked, too.
+// Checks the arguments. for_gpu: operands are copied if CUDA kernels cannot read them, or gather their rows; else
+// `offs` and `indices` are checked, too.
 GroupedCall describe_grouped(const char* op, const Tensor& a, const Tensor& b, const Tensor& offs,
                              const OptionalTensor& bias, const OptionalTensor& indices, const GroupedEpilogue& epilogue,
                              OptionalType out_dtype, bool for_gpu);
