@@ -469,25 +469,14 @@ class Float8Linear(nn.Linear):
     stochastic_gradients: bool = False
 
     def forward(
-        self,
-        input: Tensor,
-        residual: Tensor | None = None,
-        *,
-        input_activation: str | None = None,  # as `linear`
-        input_gated: bool = False,
+        self, input: Tensor, residual: Tensor | None = None, *, input_activation: Any = None, input_gated: bool = False
     ) -> Tensor:
         if self.fp8 is None:
             out = super().forward(hidden(input, input_activation, input_gated))
         else:
-            out = linear(
-                input,
-                self.weight,
-                self.bias,
-                recipe=self.fp8,
-                stochastic_gradients=self.stochastic_gradients,
-                input_activation=input_activation,
-                input_gated=input_gated,
-            )
+            options: dict[str, Any] = {"recipe": self.fp8, "stochastic_gradients": self.stochastic_gradients}
+            options |= {"input_activation": input_activation, "input_gated": input_gated}
+            out = linear(input, self.weight, self.bias, **options)
         return out if residual is None else out + residual  # in place of a `cuda_ext.nn.Linear`
 
     def extra_repr(self) -> str:
