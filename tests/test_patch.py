@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import io
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -144,7 +145,11 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, int], dict[str, int]]] = {
     "Qwen2": (lambda: causal("Qwen2"), {"gated MLP": 2}, {"gated_mlp": 2}),
     "Nemotron": (lambda: causal("Nemotron"), {"MLP": 2}, {"mlp": 2}),
     "Phi3": (lambda: causal("Phi3"), {"gated MLP": 2}, {"gated_mlp": 2}),
-    "Mixtral": (lambda: causal("Mixtral", experts_implementation="eager"), {"experts": 1}, {"grouped_mm": 4}),
+    "Mixtral": (
+        lambda: causal("Mixtral", experts_implementation="eager"),
+        {"experts": 1},
+        {"grouped_mm": 4, "combine_experts": 2},
+    ),
     "GPT2": (gpt2, {"MLP": 2}, {"mlp": 2}),
     "OPT": (opt, {"linear + activation": 2}, {"linear": 2}),
     "Bert": (
@@ -189,7 +194,11 @@ class Ops(TorchDispatchMode):
 def ops_of(function: Callable[[], Any]) -> dict[str, int]:
     with Ops() as ops, torch.enable_grad():
         function()
-    return {name.removesuffix("_forward"): count for name, count in ops.counts.items() if "backward" not in name}
+    found: Counter[str] = Counter()
+    for name, count in ops.counts.items():
+        if "backward" not in name:
+            found[name.removesuffix("_forward")] += count
+    return found
 
 
 def output(model: nn.Module, inputs: dict[str, Any]) -> Tensor:

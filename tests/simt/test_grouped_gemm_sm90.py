@@ -133,7 +133,7 @@ def test_epilogues_of_integers_are_exact(shape: str, epilogue: str, dtype: torch
     assert counters["mma"] == 0 and (counters["wgmma"] > 0) == bool(z.any())
 
 
-@pytest.mark.sampled(check="races")
+@pytest.mark.sampled(check="races", slow=True)
 @pytest.mark.parametrize("epilogue", ["relu2", "relu2 and gate"])
 @pytest.mark.parametrize("shape", ["one consumer's tile, several items", "both consumers' tile", "clusters"])
 def test_no_races_in_epilogues(shape: str, epilogue: str) -> None:
