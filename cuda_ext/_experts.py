@@ -147,7 +147,7 @@ class _Mlps(NamedTuple):
         product with `w_up`, or the operand itself."""
         if callable(self.activation) or self.fp8 is not None:
             product = self.multiply(rows, self.w_up, ends, self.b_up, gathered=gathered)
-            return self.gate()(product), product
+            return self.gate()(product), product if saves else None
         options: dict[str, Any] = {"activation": self.activation, "gated": self.gated}
         if not saves:
             return grouped_mm(rows, self.w_up.mT, offs=ends, indices=gathered, bias=self.b_up, **options), None

@@ -601,10 +601,10 @@ def gather_weights(model: nn.Module) -> Report:
         fully_shard(model)
         print(cuda_ext.fp8.gather_weights(model))
 
-    Each rank quantises its rows of the parameter, from their own precision, before each gather. The results are those
-    of a model that is not sharded, bit for bit, except that mixed precision no longer rounds weights before they are
-    quantised. Recipe ``"tensorwise"`` needs one all-reduce of a number for each gather of a weight; ``"blockwise"``
-    none.
+    Each rank quantises its rows of the parameter, from their own precision, before each gather. Outputs are those of a
+    model that is not sharded with the same weights, bit for bit, except that mixed precision no longer rounds weights
+    before they are quantised. Recipe ``"tensorwise"`` needs one all-reduce of a number for each gather of a weight;
+    ``"blockwise"`` none.
 
     Call it once, after `fully_shard` and before the first forward. It lasts: sharded models cannot go back.
 

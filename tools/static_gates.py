@@ -68,6 +68,9 @@ WGMMA = Rule(
     registers_from="gemm/gemm_sm90.cuh",
 )
 
+# Before its products a consumer may clear what the last k tile has of the next group, and wait for the other one.
+WGMMA_TERMS = replace(WGMMA, lead=56, loop_excludes=tuple(opcode for opcode in WGMMA.loop_excludes if opcode != "BAR"))
+
 # Two groups of products follow each other, Q K^T and P V. The softmax of the former runs under the latter.
 ATTENTION_WGMMA = Rule(
     "",
@@ -125,21 +128,8 @@ RULES = (
     replace(WGMMA, name=r"gemm_sm90<.*GemmConfig{\d+, \d+, \d+, \w+, true", contains=WGMMA.contains[:3]),
     replace(WGMMA, name="gemm_sm90<Gemm<float", contains=WGMMA.contains[:4]),
     replace(WGMMA, name="gemm_sm90<GroupsOfRows", registers_from="gemm/groups_sm90.cuh"),
-    # Before its products a consumer may clear what the last k tile has of the next group, and wait for the other one.
-    replace(
-        WGMMA,
-        name="gemm_sm90<GroupsOfTerms<.*, true>",
-        lead=56,
-        loop_excludes=tuple(opcode for opcode in WGMMA.loop_excludes if opcode != "BAR"),
-        registers_from="gemm/gather_sm90.cuh",
-    ),
-    replace(
-        WGMMA,
-        name="gemm_sm90<GroupsOfTerms",
-        lead=56,
-        loop_excludes=tuple(opcode for opcode in WGMMA.loop_excludes if opcode != "BAR"),
-        registers_from="gemm/groups_sm90.cuh",
-    ),
+    replace(WGMMA_TERMS, name="gemm_sm90<GroupsOfTerms<.*, true>", registers_from="gemm/gather_sm90.cuh"),
+    replace(WGMMA_TERMS, name="gemm_sm90<GroupsOfTerms", registers_from="gemm/groups_sm90.cuh"),
     replace(WGMMA, name="gemm_sm90"),
     # A consumer adds each k tile to its sums before it issues the next: the other one multiplies meanwhile.
     replace(

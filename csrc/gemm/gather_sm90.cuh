@@ -74,7 +74,7 @@ struct RowsGather {
   }
 };
 
-// For more copies under way than rows have, with a row each.
+// Those of warpgroups if terms are gathered: a lane has more copies under way than of rows, and needs more registers.
 struct GatherTermsRegisters {
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 };
