@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,8 +12,8 @@ from torch import Tensor
 from cuda_ext._checks import expected, shape_of
 from cuda_ext._collectives import AllToAll
 from cuda_ext._expert_routes import sort, sum_dtype
+from cuda_ext._group_calls import begin_call
 from cuda_ext._toolchain import NAMESPACE
-from cuda_ext._watch import NamedCollectives
 
 __all__ = ["check_share", "on_their_ranks", "shares"]
 
@@ -44,40 +42,9 @@ def check_share(w_up: Tensor, experts: int | None, group: dist.ProcessGroup | No
         raise expected(_NAME, f"w_up with {own} of {experts} experts on {where}, got {shape_of(w_up)}")
 
 
-class _Group:
-    """What names the exchanges of a group of ranks, for whoever waits for a dead or late one."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.calls = 0
-        self.collectives = NamedCollectives(f"{NAMESPACE}::{_NAME}", group, device, self._status, name="experts")
-
-    def _status(self, waiting: str) -> str:
-        return waiting or f"exchanges no rows; the last call of {_NAME} that it has begun is call {self.calls}"
-
-
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Group] = weakref.WeakKeyDictionary()
-
-
 def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     """For what compilers cannot follow: the names of exchanges, and who waits for them."""
     return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
-
-
-class _Exchanges:
-    """The exchanges of a call, forward and backward."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        found = _groups.get(group)
-        if found is None:
-            found = _groups[group] = _Group(group, device)
-            weakref.finalize(group, found.collectives.watch.stop)
-        found.collectives.refuse_failed()
-        found.calls += 1
-        self.group_name = group.group_name
-        self._collectives, self._call = found.collectives, found.calls
-
-    def named(self, what: str) -> AbstractContextManager[None]:
-        return self._collectives.named(f"the exchange of {what}, of call {self._call}")
 
 
 def on_their_ranks(
@@ -93,7 +60,7 @@ def on_their_ranks(
     `compute`: the same for rows, ids and weights of this rank's experts, whose ids count from 0.
     """
     ranks, own = group.size(), shares(experts, group.size())
-    own_count, exchanges = own[group.rank()], _outside_graphs(_Exchanges)(group, tokens.device)
+    own_count, exchanges = own[group.rank()], _outside_graphs(begin_call)(_NAME, group, tokens.device)
     exchange = _outside_graphs(AllToAll.apply)
     routes = sort(ids, experts)
     counts = routes.ends.diff(prepend=routes.ends.new_zeros(1))

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from processes import is_alive
 from torch import nn
 
-from cuda_ext import _expert_parallel
+from cuda_ext import _group_calls
 from cuda_ext import _status_board as status_board
 from cuda_ext.distributed import BucketedDataParallel
 from cuda_ext.nn import MixtureOfExperts
@@ -119,10 +119,10 @@ def train_experts(
     is_faulty = rank in faulty
     act = die if fault.startswith("dies") else hang if fault.startswith("hangs") else lambda: time.sleep(TIMEOUT * 1.6)
     if is_faulty and "between" in fault:
-        named = _expert_parallel._Exchanges.named
-        _expert_parallel._Exchanges.named = lambda self, what: (  # type: ignore[method-assign,assignment]
+        named = _group_calls.GroupCall.named
+        _group_calls.GroupCall.named = lambda self, what, **options: (  # type: ignore[method-assign,assignment]
             act() if "rows for" in what else None,
-            named(self, what),
+            named(self, what, **options),
         )[1]
     elif is_faulty and "backward" not in fault:
         act()

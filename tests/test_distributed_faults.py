@@ -109,7 +109,7 @@ def test_both_ranks_with_a_board_die(tmp_path: Path) -> None:
 
 
 NUMBERS, ROWS, RESULTS = "the numbers of rows", "the rows for experts", "the results of experts"
-LAST_CALL = "exchanges no rows; the last call of mixture_of_experts that it has begun is call"
+LAST_CALL = "exchanges nothing; the last call of mixture_of_experts that it has begun is call"
 # What the others wait for, and what they say of the rank at fault.
 FAULTS_OF_EXPERTS = {
     "dies before the first call": (NUMBERS, 1, GONE),
