@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 from torch import Tensor
 
-from cuda_ext import flash_attention, flash_attention_varlen
+from cuda_ext import flash_attention
 from cuda_ext.distributed import context_parallel as cp
 from cuda_ext.distributed.context_parallel import Layout
 

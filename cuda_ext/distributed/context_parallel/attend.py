@@ -343,7 +343,7 @@ class _Gradients:
             _of_part(total[:, slice(*part.keys)], part).add_(grad)
         if sums.sinks is not None and call.from_all:
             sums.sinks[heads.queries].add_(of_sinks)
-        if not wants_bias:
+        if bias is None or not wants_bias:
             return
         if self.tensors.table is None and sums.bias is not None:
             call.slice_of(sums.bias, part, heads).add_(of_bias)

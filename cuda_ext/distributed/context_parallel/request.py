@@ -227,7 +227,7 @@ class _Run:
             raise expected(self.op, f"cu_seqlens that end at most at the numbers of rows {lengths}, got {last}")
         sizes = (query.shape[1], self.whole[1].length)
         if self.packed:
-            sizes = tuple(max((d[side][1] - d[side][0] for d in self.documents), default=0) for side in (0, 1))
+            sizes = self._longest()
         for name, bias in (("attn_bias", self.options.bias), ("attn_mask", self.options.mask)):
             if bias is None:
                 continue
@@ -235,6 +235,10 @@ class _Run:
                 if bias.shape[dim] != 1 and (bias.shape[dim] < most if self.packed else bias.shape[dim] != most):
                     rows = "rows and keys of the longest sequences" if self.packed else "this rank's rows and all keys"
                     raise expected(self.op, f"{name} of (batch, heads, *{sizes}), {rows}, got {shape_of(bias)}")
+
+    def _longest(self) -> tuple[int, int]:
+        queries, keys = (max((d[side][1] - d[side][0] for d in self.documents), default=0) for side in (0, 1))
+        return queries, keys
 
     def results(self) -> tuple[Tensor, Tensor]:
         query, key, value = self.request[1:4]
@@ -287,7 +291,8 @@ class _Run:
             return self._on_one_rank(tensors, options)
         has_distances = not (options.alibi_slopes is options.table is None and options.band == Band(None, None))
         problem = Problem(
-            *self.outer,
+            self.outer[0],
+            self.outer[1],
             self.documents,
             options.band,
             by_distance=has_distances,
@@ -296,7 +301,7 @@ class _Run:
         )
         dropout = None
         if options.dropout_p > 0:
-            longest = options.longest_key or max((d.keys[1] - d.keys[0] for d in self.documents), default=0)
+            longest = options.longest_key or self._longest()[1]
             state = ops._attention_rng_state(self.request.query)
             dropout = Dropout(options.dropout_p, state, heads[0], heads[1], longest)
         call = Call(
@@ -332,10 +337,9 @@ class _Run:
         }
         if self.ends is None:
             return flash_attention(*tensors, return_lse=True, **arguments)
-        longest = [max((d[side][1] - d[side][0] for d in self.documents), default=0) for side in (0, 1)]
-        arguments |= {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
-        packed = [tensor[0] for tensor in tensors]
-        out, lse = flash_attention_varlen(*packed, *self.ends, return_lse=True, **arguments)
+        arguments["max_seqlen_q"], arguments["max_seqlen_k"] = self._longest()
+        query, key, value = (tensor[0] for tensor in tensors)
+        out, lse = flash_attention_varlen(query, key, value, *self.ends, return_lse=True, **arguments)
         return out.unsqueeze(0), lse.unsqueeze(0)
 
 
