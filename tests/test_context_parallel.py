@@ -1,146 +1,178 @@
-"""Attention over sequences that ranks share, against one rank."""
+"""Attention over sequences that ranks share, against one rank, in float64."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from context_common import Case, Check
 from ranks import on_ranks
-from torch import Tensor
 
-from cuda_ext import flash_attention
 from cuda_ext.distributed import context_parallel as cp
 from cuda_ext.distributed.context_parallel import Layout
 
-Whole = dict[str, Any]
-
-# Each has query heads, key heads, lengths of queries and keys, and options of the whole call.
-CASES: dict[str, tuple[int, int, int, int, Whole]] = {
-    "plain": (4, 4, 24, 24, {}),
-    "causal": (4, 2, 24, 24, {"causal": True}),
-    "odd": (6, 3, 37, 37, {"causal": True}),
-    "short": (4, 1, 3, 3, {"causal": True}),
-    "one key head": (5, 1, 29, 29, {"causal": True, "softcap": 3.0, "scale": 0.3}),
-    "more keys": (4, 2, 19, 43, {"causal": True}),
-    "more queries": (4, 2, 43, 19, {"causal": True}),
-    "window": (4, 2, 53, 53, {"causal": True, "window": (7, None)}),
-    "window both sides": (4, 2, 53, 61, {"window": (5, 9)}),
-    "window left": (4, 2, 61, 53, {"window": (5, None)}),
-    "window right": (4, 2, 47, 47, {"window": (None, 11)}),
-    "sinks": (4, 2, 37, 37, {"causal": True, "sinks": (4,)}),
-    "sinks without keys": (4, 2, 43, 19, {"causal": True, "sinks": (4,)}),
-    "alibi": (4, 2, 37, 37, {"alibi_slopes": (4,)}),
-    "alibi of batches, causal": (4, 2, 37, 41, {"causal": True, "alibi_slopes": (2, 4)}),
-    "bias": (4, 2, 31, 37, {"attn_bias": (2, 4, 31, 37)}),
-    "bias of keys": (4, 2, 31, 37, {"attn_bias": (37,), "causal": True}),
-    "bias of heads": (4, 2, 31, 31, {"attn_bias": (4, 31, 31), "window": (9, 2)}),
-    "mask": (4, 2, 31, 37, {"attn_mask": (31, 37)}),
-    "relative bias": (4, 2, 37, 37, {"relative_bias": (4, 21)}),
-    "relative bias and alibi": (4, 2, 37, 29, {"relative_bias": (21,), "alibi_slopes": (4,), "window": (15, 3)}),
-    "relative bias and bias": (4, 2, 23, 29, {"relative_bias": (2, 4, 9), "attn_bias": (23, 29)}),
+CASES = {
+    "plain": Case(4, 4, (24, 24)),
+    "causal": Case(4, 2, (24, 24), {"causal": True}),
+    "odd": Case(6, 3, (37, 37), {"causal": True}),
+    "fewer rows than ranks": Case(4, 1, (3, 3), {"causal": True}),
+    "one key head": Case(5, 1, (29, 29), {"causal": True, "softcap": 3.0, "scale": 0.3}),
+    "heads that groups do not divide": Case(10, 2, (29, 29), {"causal": True}),
+    "more keys": Case(4, 2, (19, 43), {"causal": True}),
+    "more queries": Case(4, 2, (43, 19), {"causal": True}),
+    "window": Case(4, 2, (53, 53), {"causal": True, "window": (7, None)}),
+    "window both sides": Case(4, 2, (53, 61), {"window": (5, 9)}),
+    "window left": Case(4, 2, (61, 53), {"window": (5, None)}),
+    "window right": Case(4, 2, (47, 47), {"window": (None, 11)}),
+    "sinks": Case(4, 2, (37, 37), {"causal": True, "sinks": (4,)}),
+    "sinks without keys": Case(4, 2, (43, 19), {"causal": True, "sinks": (4,)}),
+    "alibi": Case(4, 2, (37, 37), {"alibi_slopes": (4,)}),
+    "alibi of batches, causal": Case(4, 2, (37, 41), {"causal": True, "alibi_slopes": (2, 4)}),
+    "bias": Case(4, 2, (31, 37), {"attn_bias": (2, 4, 31, 37)}),
+    "bias of keys": Case(4, 2, (31, 37), {"attn_bias": (37,), "causal": True}),
+    "bias of heads": Case(4, 2, (31, 31), {"attn_bias": (4, 31, 31), "window": (9, 2)}),
+    "mask": Case(4, 2, (31, 37), {"attn_mask": (31, 37)}),
+    "relative bias": Case(4, 2, (37, 37), {"relative_bias": (4, 21)}),
+    "relative bias and alibi": Case(4, 2, (37, 29), {"relative_bias": (21,), "alibi_slopes": (4,), "window": (15, 3)}),
+    "relative bias and bias": Case(4, 2, (23, 29), {"relative_bias": (2, 4, 9), "attn_bias": (23, 29)}),
 }
-DIFFERENTIABLE = ("sinks", "attn_bias", "relative_bias")
+SAME = tuple((n, n) for n in (13, 1, 0, 40, 7, 22))
+OTHER = ((5, 9), (0, 4), (11, 3), (17, 17), (3, 0), (20, 31))
+TINY = tuple((n % 4, n % 4) for n in range(100))
+PACKED = {
+    "plain": Case(4, 2, SAME),
+    "causal": Case(4, 2, SAME, {"causal": True}),
+    "other lengths": Case(4, 2, OTHER, rest=3),
+    "other lengths, causal": Case(4, 2, OTHER, {"causal": True}, rest=3),
+    "one document": Case(4, 2, ((61, 61),), {"causal": True}),
+    "tiny documents": Case(4, 4, TINY, {"causal": True}),
+    "window": Case(4, 2, SAME, {"causal": True, "window": (6, None)}),
+    "window both sides": Case(4, 2, OTHER, {"window": (4, 3)}),
+    "sinks": Case(4, 2, SAME, {"causal": True, "sinks": (4,), "softcap": 4.0}),
+    "alibi": Case(4, 2, OTHER, {"alibi_slopes": (6, 4)}),
+    "alibi, causal": Case(4, 2, SAME, {"alibi_slopes": (4,), "causal": True}),
+    "relative bias": Case(4, 2, SAME, {"relative_bias": (4, 21)}),
+    "relative bias, causal": Case(4, 2, SAME, {"relative_bias": (6, 1, 9), "causal": True}),
+    "bias": Case(4, 2, SAME, {"attn_bias": (6, 4, 40, 40), "causal": True}),
+    "bias of keys and mask": Case(4, 2, OTHER, {"attn_bias": (31,), "attn_mask": (6, 1, 20, 31)}),
+    "no documents": Case(4, 2, ((0, 0),), rest=12),
+}
+KINDS = ("zigzag", "contiguous", "uneven")
 
 
-def make(shape: Any, name: str) -> Any:
-    """The value of an option; a shape stands for a tensor."""
-    if not (isinstance(shape, tuple) and name not in ("window",)):
-        return shape
-    if name == "attn_mask":
-        return torch.rand(shape) < 0.7
-    value = (
-        torch.rand(shape, dtype=torch.float64) if name == "alibi_slopes" else torch.randn(shape, dtype=torch.float64)
-    )
-    return value.requires_grad_() if name in DIFFERENTIABLE else value
+def both(cases: dict[str, Case]) -> Any:
+    return pytest.mark.parametrize("case", list(cases))
 
 
-def draw(case: str, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Whole]:
-    heads, key_heads, queries, keys, options = CASES[case]
-    shapes = [(2, queries, heads, 8), (2, keys, key_heads, 8), (2, keys, key_heads, 12)]
-    tensors = [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
-    return tensors, {name: make(value, name) for name, value in options.items()}
-
-
-def layouts(kind: str, case: str, ranks: int) -> list[Layout]:
-    """Of queries and of keys."""
-    made = []
-    for length in CASES[case][2:4]:
-        if kind == "uneven":  # ranges of random lengths, some empty, on random ranks
-            ends = sorted([0, length, *torch.randint(length + 1, (3 * ranks,)).tolist()])
-            owners = torch.randint(ranks, (len(ends),)).tolist()
-            ranges = [[r for r, owner in zip(zip(ends, ends[1:]), owners) if owner == rank] for rank in range(ranks)]
-            made.append(Layout(length, tuple(map(tuple, ranges))))
-        else:
-            made.append(getattr(Layout, kind)(length, ranks))
-    return made
-
-
-def own_rows(tensor: Tensor, layout: Layout, dim: int = 1) -> Tensor:
-    return tensor.index_select(dim, layout.positions(dist.get_rank()))
-
-
-def own_options(options: Whole, layout: Layout) -> Whole:
-    """Those of this rank, as leaves."""
-    own = {}
-    for name, value in options.items():
-        own[name] = value
-        if isinstance(value, Tensor):
-            has_rows = name in ("attn_bias", "attn_mask") and value.dim() > 1
-            own[name] = (own_rows(value, layout, -2) if has_rows else value).detach()
-            if name in DIFFERENTIABLE:
-                own[name].requires_grad_()
-    return own
-
-
-def check(case: str, kind: str, function: Callable[..., Any], **arguments: Any) -> None:
-    ranks = dist.get_world_size()
-    tensors, options = draw(case)
-    of_queries, of_keys = layouts(kind, case, ranks)
-    own = [own_rows(t, layout).detach().requires_grad_() for t, layout in zip(tensors, (of_queries, of_keys, of_keys))]
-    given = own_options(options, of_queries)
-    results = function(*own, layout=of_queries, key_layout=of_keys, return_lse=True, **given, **arguments)
-    expected = flash_attention(*tensors, return_lse=True, **options)
-    visible = expected[1].isfinite()
-    weights = [torch.randn_like(t) for t in expected]
-    whole_lse = torch.where(visible, expected[1], 0.0)
-    names = [name for name in DIFFERENTIABLE if name in options]
-    leaves = [*tensors, *(options[name] for name in names)]
-    grads = torch.autograd.grad((expected[0] * weights[0]).sum() + (whole_lse * weights[1]).sum(), leaves)
-    own_weights = own_rows(weights[0], of_queries), own_rows(weights[1], of_queries, 2)
-    own_lse = torch.where(results[1].isfinite(), results[1], 0.0)
-    loss = (results[0] * own_weights[0]).sum() + (own_lse * own_weights[1]).sum()
-    own_grads = torch.autograd.grad(loss, [*own, *(given[name] for name in names)])
-
-    def compare(actual: Tensor, wanted: Tensor, what: str) -> None:
-        scale = max(1e-30, float(wanted.abs().max())) if wanted.numel() else 1.0
-        torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12 * scale, msg=lambda text: f"{what}: {text}")
-
-    compare(results[0], own_rows(expected[0], of_queries), "out")
-    compare(own_lse, own_rows(whole_lse, of_queries, 2), "lse")
-    for name, actual, wanted, layout in zip("qkv", own_grads, grads, (of_queries, of_keys, of_keys)):
-        compare(actual, own_rows(wanted, layout), f"gradient of {name}")
-    for name, actual, wanted in zip(names, own_grads[3:], grads[3:]):
-        if name == "attn_bias" and wanted.dim() > 1:
-            compare(actual, own_rows(wanted, of_queries, -2), f"gradient of {name}")
-        else:
-            total = actual.clone()
-            dist.all_reduce(total)
-            compare(total, wanted, f"gradient of {name}")
+kinds = pytest.mark.parametrize("kind", KINDS)
+methods = pytest.mark.parametrize("method", ["all_gather", "p2p"])
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("kind", ["zigzag", "contiguous", "uneven"])
-@pytest.mark.parametrize("method", ["all_gather", "p2p"])
+@both(CASES)
+@kinds
+@methods
 def test_ring(case: str, kind: str, method: str) -> None:
-    check(case, kind, cp.ring_attention, method=method)
+    Check(CASES[case], kind).run(cp.ring_attention, method=method)
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("kind", ["zigzag", "contiguous", "uneven"])
+@both(CASES)
+@kinds
 def test_ulysses(case: str, kind: str) -> None:
-    check(case, kind, cp.ulysses_attention)
+    Check(CASES[case], kind).run(cp.ulysses_attention)
+
+
+@on_ranks(4)
+@both(PACKED)
+@kinds
+@methods
+def test_packed_ring(case: str, kind: str, method: str) -> None:
+    Check(PACKED[case], kind).run(cp.ring_attention_varlen, method=method)
+
+
+@on_ranks(4)
+@both(PACKED)
+@kinds
+def test_packed_ulysses(case: str, kind: str) -> None:
+    Check(PACKED[case], kind).run(cp.ulysses_attention_varlen)
+
+
+def check_few_ranks() -> None:
+    for name in ("odd", "window both sides", "sinks", "bias", "relative bias"):
+        for method in ("all_gather", "p2p"):
+            Check(CASES[name], "zigzag").run(cp.ring_attention, method=method)
+        Check(CASES[name], "zigzag").run(cp.ulysses_attention)
+    Check(PACKED["other lengths, causal"], "uneven").run(cp.ring_attention_varlen)
+
+
+@on_ranks(1)
+def test_one_rank() -> None:
+    check_few_ranks()
+
+
+@on_ranks(2)
+def test_two_ranks() -> None:
+    check_few_ranks()
+
+
+@on_ranks(3)
+def test_three_ranks() -> None:
+    check_few_ranks()
+
+
+def groups_of_two() -> tuple[Any, Any]:
+    """Ring and heads, of four ranks: rank 2r + u is rank r of its ring, and u of those that exchange heads."""
+    rings = [dist.new_group([place, place + 2]) for place in (0, 1)]
+    heads = [dist.new_group([first, first + 1]) for first in (0, 2)]
+    rank = dist.get_rank()
+    return rings[rank % 2], heads[rank // 2]
+
+
+@on_ranks(4)
+@both({name: CASES[name] for name in CASES if name != "fewer rows than ranks"})
+@methods
+def test_two_dimensions(case: str, method: str) -> None:
+    ring, heads = groups_of_two()
+    layouts = [Layout.zigzag(length, 2).divided(2) for length in CASES[case].rows]
+    check = Check(CASES[case], "", layouts=layouts)
+    check.run(cp.ring_attention, method=method, group=ring, ulysses_group=heads)
+
+
+@on_ranks(4)
+@both(PACKED)
+def test_packed_in_two_dimensions(case: str) -> None:
+    ring, heads = groups_of_two()
+    layouts = [Layout.zigzag(length, 2).divided(2) for length in PACKED[case].rows]
+    check = Check(PACKED[case], "", layouts=layouts)
+    check.run(cp.ring_attention_varlen, group=ring, ulysses_group=heads)
+
+
+@on_ranks(4)
+def test_layouts_by_name() -> None:
+    """Without a Layout, and with gradients through `shard_sequence` and `unshard_sequence`."""
+    whole = [torch.randn(2, 32, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    ring, heads = groups_of_two()
+    expected = Check(Case(4, 2, (32, 32), {"causal": True}), "zigzag").whole._replace(tensors=whole).attend()[0]
+    weights = torch.randn_like(expected)
+    grads = torch.autograd.grad((expected * weights).sum(), whole)
+    flat = Layout.zigzag(32, 2).divided(2)
+    for function, layout, groups in (
+        (cp.ring_attention, "zigzag", {}),
+        (cp.ring_attention, "contiguous", {}),
+        (cp.ulysses_attention, "contiguous", {}),
+        (cp.ulysses_attention, "zigzag", {}),
+        (cp.ring_attention, flat, {"group": ring, "ulysses_group": heads}),
+    ):
+        own = [cp.shard_sequence(tensor, layout=layout) for tensor in whole]
+        by_name = "zigzag" if layout is flat else layout
+        out = function(*own, layout=by_name, causal=True, **groups)
+        result = cp.unshard_sequence(out, layout=layout)
+        Check.compare("out", result, expected, 1e-12)
+        own_grads = torch.autograd.grad((result * weights).sum(), whole)
+        for name, own_grad, grad in zip("qkv", own_grads, grads):
+            total = own_grad.clone()
+            dist.all_reduce(total)
+            Check.compare(f"gradient of {name}", total, grad, 1e-12)

@@ -169,7 +169,8 @@ class _Run:
                     f"{self.op}: expected {name} {' or '.join(map(repr, NAMES))}, or a Layout, got {layout!r}"
                 )
             make = Layout.zigzag if layout == "zigzag" else Layout.contiguous
-            return make(tensor.shape[1] * ring * heads, ring).divided(heads)
+            length = tensor.shape[1] * ring * heads
+            return make(length, heads) if ring == 1 else make(length, ring).divided(heads)
         if not isinstance(layout, Layout):
             raise TypeError(f"{self.op}: expected {name} to be a name or a Layout, got {type(layout).__name__}")
         if layout.ranks != ring * heads:
