@@ -146,3 +146,30 @@ def test_experts_of_ranks_wait_for_a_late_one_and_log_it(tmp_path: Path) -> None
         assert "DONE" in output
         assert f"rank 2 {LAST_CALL} {STEPS}" in output
     assert len(outputs) == 3
+
+
+PARTS = "the parts of the input"
+IN_CHUNKS = rf"{PARTS}, to rank \d and from rank \d"
+LAST_LINEAR = LAST_CALL.replace("mixture_of_experts", "all_gather_linear")
+FAULTS_OF_ROWS = {
+    ("gathered rows", "dies before forward"): (PARTS, GONE),
+    ("gathered rows", "hangs before forward"): (PARTS, f"{LAST_LINEAR} {STEPS}$"),
+    ("rows in chunks", "dies before forward"): (IN_CHUNKS, GONE),
+    ("rows in chunks", "hangs before forward"): (IN_CHUNKS, f"{LAST_LINEAR} {STEPS}$"),
+    ("rows in chunks", "dies in backward"): (PARTS, GONE),
+}
+
+
+@pytest.mark.sampled(cases=2, slow=True)
+@pytest.mark.parametrize(("layer", "fault"), FAULTS_OF_ROWS)
+def test_layers_of_parts_say_who_is_missing(layer: str, fault: str, tmp_path: Path) -> None:
+    what, doing = FAULTS_OF_ROWS[layer, fault]
+    outputs = outputs_of_survivors(tmp_path, fault, layer, 4, (2,))
+    for rank, output in outputs.items():
+        message = error_in(output)
+        beginning = f"cuda_ext::all_gather_linear: expected 4 ranks to take part in the exchange of {what}"
+        assert re.match(rf"{beginning}, of call {STEPS + 1}, got: ", message), message
+        others = what_others_do(message)
+        assert others.keys() == {0, 1, 2, 3} - {rank}, message
+        assert re.match(doing, others[2]), message
+    assert len(outputs) == 3
