@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cuda_ext
 from cuda_ext._activations import ACTIVATIONS
+from cuda_ext._group_calls import begin_call
 from cuda_ext.distributed import all_gather_linear, linear_reduce_scatter, plan_sequence_parallel
 from cuda_ext.distributed.prediction.layers import Rates
 
@@ -400,6 +401,15 @@ def test_different_arguments_raise_on_every_rank(op: str) -> None:
         assert got in str(caught.value) and f"on rank {rank} and" in str(caught.value)
         assert time.monotonic() - begin < 20.0
     assert OPS[op](x.float(), weight.float()).shape == ((18, 2) if gathered else (2, 2))
+
+
+@on_ranks(3)
+def test_ranks_tell_what_may_differ() -> None:
+    """What decides how a call is made is the same on all ranks, also when some have other numbers later."""
+    rank, group, device = dist.get_rank(), dist.group.WORLD, torch.device("cpu")
+    for own in (str(rank), "3" if rank == 1 else str(rank)):
+        assert begin_call("op", group, device, same="a", own=own).told == ["0", "1", "2"]
+    assert begin_call("op", group, device, same="b", own="3").told == ["3", "3", "3"]
 
 
 @pytest.mark.parametrize("op", OPS)
