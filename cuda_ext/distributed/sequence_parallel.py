@@ -25,7 +25,7 @@ from cuda_ext._group_calls import begin_call
 from cuda_ext._load import ops
 from cuda_ext._slot_write import writes_to_slot
 from cuda_ext._toolchain import NAMESPACE
-from cuda_ext.distributed.prediction.layers import plan_sequence_parallel
+from cuda_ext.distributed.prediction.layers import OPS, plan_sequence_parallel
 from cuda_ext.distributed.process_groups import is_on_gloo, resolve_group
 from cuda_ext.distributed.row_exchange import (
     GatherRows,
@@ -42,7 +42,7 @@ from cuda_ext.distributed.row_exchange import (
 
 __all__ = ["all_gather_linear", "linear_reduce_scatter"]
 
-_GATHER, _SCATTER = "all_gather_linear", "linear_reduce_scatter"
+_GATHER, _SCATTER = OPS
 _INPUT, _OUTPUT = "the parts of the input", "the terms of the output"
 _WEIGHT = 1  # among the tensors that the autograd functions are given
 
@@ -98,7 +98,7 @@ def all_gather_linear(
     tensors = _check(_GATHER, input, weight, bias, dim)
     rows = input.shape[dim]
     sizes = (rows,) * group.size() if sizes is None else tuple(sizes)
-    if len(sizes) != group.size() or sizes[group.rank()] != rows:
+    if len(sizes) != group.size() or sizes[group.rank()] != rows or min(sizes) < 0:
         wanted = f"sizes of {group.size()} parts with {rows}, that of input along dim {dim}, for rank {group.rank()}"
         raise expected(_GATHER, f"{wanted}, got {sizes}")
     layer = _Layer(_GATHER, activation, bool(keep_gathered))
