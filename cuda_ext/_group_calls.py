@@ -21,16 +21,16 @@ class _Calls:
     def __init__(self, op: str, group: dist.ProcessGroup, device: torch.device) -> None:
         self.op = op
         self.count = 0
-        self.agreed = set[str]()  # what ranks have compared
+        self.told = dict[str, list[str]]()  # by what ranks have compared
         self.collectives = NamedCollectives(f"{NAMESPACE}::{op}", group, device, self._status, name=op)
 
     def _status(self, waiting: str) -> str:
         return waiting or f"exchanges nothing; the last call of {self.op} that it has begun is call {self.count}"
 
-    def compare(self, arguments: str) -> None:
-        """Raises on every rank unless all have the same arguments in this call."""
-        if arguments in self.agreed:
-            return
+    def compare(self, arguments: str, own: str) -> list[str]:
+        """What each rank tells of its `own`. Raises on every rank unless all have the same arguments in this call."""
+        if arguments in self.told:
+            return self.told[arguments]
         number = self.count
 
         def is_past(status: str) -> bool:  # a rank that compares, too, names the call, but waits for no exchange
@@ -41,19 +41,19 @@ class _Calls:
         watch = self.collectives.watch
         watch.busy(True)
         try:
-            answers = watch.answers(f"call {number}", arguments, is_past)
+            answers = watch.answers(f"call {number}", f"{arguments}\n{own}", is_past)
         finally:
             watch.busy(False)
-        for rank, theirs in answers.items():
+        told = {}
+        for rank, answer in answers.items():
+            theirs, _, told[rank] = (answer or "").partition("\n")
             if theirs != arguments:
-                got = (
-                    f"{theirs} on rank {rank}" if theirs is not None else f"other arguments on rank {rank}, or no call"
-                )
+                got = f"{theirs or 'other arguments'} on rank {rank}{'' if theirs else ', or no call'}"
                 raise RuntimeError(
                     f"{NAMESPACE}::{self.op}: expected the same arguments on all {watch.ranks} ranks, got {arguments} "
                     f"on rank {watch.rank} and {got}"
                 )
-        self.agreed.add(arguments)
+        return self.told.setdefault(arguments, [told[rank] for rank in range(watch.ranks)])
 
 
 _calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Calls]] = weakref.WeakKeyDictionary()
@@ -62,8 +62,9 @@ _calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Calls]] = weakre
 class GroupCall:
     """One call, forward and backward."""
 
-    def __init__(self, calls: _Calls, group: dist.ProcessGroup) -> None:
+    def __init__(self, calls: _Calls, group: dist.ProcessGroup, told: list[str]) -> None:
         self.group_name = group.group_name
+        self.told = told
         self._collectives, self._of = calls.collectives, f"of call {calls.count}"
 
     def named(self, what: str, *, completes: bool = True) -> AbstractContextManager[None]:
@@ -71,7 +72,7 @@ class GroupCall:
         return self._collectives.named(f"the exchange of {what}, {self._of}", completes=completes)
 
 
-def begin_call(op: str, group: dist.ProcessGroup, device: torch.device, *, same: str = "") -> GroupCall:
+def begin_call(op: str, group: dist.ProcessGroup, device: torch.device, *, same: str = "", own: str = "") -> GroupCall:
     """The next call of ``op`` over ``group``; all ranks begin theirs in the same order.
 
     same: the arguments that must be equal on all ranks, as a text for errors. Ranks compare each text once, through
@@ -84,6 +85,4 @@ def begin_call(op: str, group: dist.ProcessGroup, device: torch.device, *, same:
         weakref.finalize(group, calls.collectives.watch.stop)
     calls.collectives.refuse_failed()
     calls.count += 1
-    if same:
-        calls.compare(same)
-    return GroupCall(calls, group)
+    return GroupCall(calls, group, calls.compare(same, own) if same else [own] * group.size())

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,12 @@ from ranks import on_ranks
 from torch import Tensor, nn
 
 import cuda_ext.nn
-from cuda_ext.distributed import BucketedDataParallel, all_reduce_coalesced
+from cuda_ext.distributed import (
+    BucketedDataParallel,
+    all_gather_linear,
+    all_reduce_coalesced,
+    linear_reduce_scatter,
+)
 from cuda_ext.distributed.algorithms import by_all_reduce
 from cuda_ext.distributed.memory import RegisteredMemory
 from cuda_ext.distributed.symmetric import SymmetricArena, probe_shared_memory
@@ -339,3 +345,45 @@ def share_the_gpu() -> torch.device:
     torch.cuda.set_device(0)
     torch.cuda.manual_seed(0)
     return torch.device("cuda", 0)
+
+
+def check_rows(group: dist.ProcessGroup, device: torch.device, chunks: int | None) -> None:
+    """Two layers of which each rank has a part, beside the same layers on one."""
+    rank, ranks, sizes = group.rank(), group.size(), [48 + 16 * n for n in range(group.size())]
+    whole = [torch.randn(sum(sizes), 2, WIDTH, device=device)]
+    whole += [torch.randn(WIDTH, WIDTH, device=device) / WIDTH**0.5 for _ in range(2)]
+    own = [whole[0].split(sizes)[rank], whole[1].chunk(ranks)[rank], whole[2].chunk(ranks, dim=1)[rank]]
+    whole, own = ([t.detach().clone().requires_grad_() for t in tensors] for tensors in (whole, own))
+    options: dict[str, Any] = {"sizes": sizes, "chunks": chunks, "group": group}
+    hidden = all_gather_linear(own[0], own[1], activation="gelu", **options)
+    out = linear_reduce_scatter(hidden, own[2], **options)
+    expected = cuda_ext.linear(cuda_ext.linear(whole[0], whole[1], activation="gelu"), whole[2])
+    torch.testing.assert_close(out, expected.split(sizes)[rank], rtol=1e-4, atol=1e-4)
+    grad = torch.randn_like(expected)
+    found = torch.autograd.grad(out, own, grad.split(sizes)[rank])
+    alone = torch.autograd.grad(expected, whole, grad)
+    parts = alone[0].split(sizes)[rank], alone[1].chunk(ranks)[rank], alone[2].chunk(ranks, dim=1)[rank]
+    for a, b in zip(found, parts, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
+
+
+def test_rows_alone_over_nccl(nccl: None) -> None:
+    for chunks in (None, 1, 3):
+        check_rows(dist.group.WORLD, torch.device("cuda"), chunks)
+
+
+@on_ranks(2)
+def test_rows_of_two_processes() -> None:
+    """gloo sends messages of a CPU's memory only."""
+    check_rows(dist.group.WORLD, torch.device("cuda"), None)
+    with pytest.raises(RuntimeError, match="expected chunks None or 1 on cuda:0 over gloo"):
+        check_rows(dist.group.WORLD, torch.device("cuda", 0), 2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU, on which NCCL has one rank")
+@on_ranks(2)
+def test_rows_of_two_gpus() -> None:
+    torch.cuda.set_device(dist.get_rank())
+    group = dist.new_group(backend="nccl")
+    for chunks in (None, 1, 2, 6):
+        check_rows(group, torch.device("cuda", dist.get_rank()), chunks)

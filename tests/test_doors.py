@@ -254,4 +254,4 @@ def test_programs_of_the_documentation(program: str) -> None:
 
 
 def test_the_documentation_has_programs() -> None:
-    assert len(PROGRAMS) == 18
+    assert len(PROGRAMS) == 19

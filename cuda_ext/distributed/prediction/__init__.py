@@ -6,6 +6,7 @@
 | `model_shapes`, `presets` | parameters of models, from files and by name |
 | `predictor` | the predictions, by `cuda_ext.distributed.bucketing` |
 | `plot`, `quantities` | the plot; numbers with units |
+| `layers` | not of the command: a layer whose rows are exchanged whole or in chunks (`plan_sequence_parallel`) |
 
 Nothing here uses torch, unless `model_shapes.save` is given a module.
 """
