@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from cuda_ext._group_calls import GroupCall
 from cuda_ext.distributed.context_parallel.layout import Layout, Range, located, size
@@ -86,7 +85,7 @@ class Exchange:
         most = max(counts)
         sent = _dense(rows, most)
         received = sent.new_empty(self.ranks * most, *sent.shape[1:])
-        work = self._group._allgather_base(received, sent, _asynchronous(AllgatherOptions()))
+        work: Any = dist.all_gather_into_tensor(received, sent, group=self._group, async_op=True)
 
         def finish() -> Tensor:
             work.wait()
@@ -155,7 +154,7 @@ class Exchange:
 
     def _all_to_all(self, rows: Tensor, to: list[int], of: list[int]) -> Callable[[], Tensor]:
         received = rows.new_empty(sum(of), *rows.shape[1:])
-        work = self._group.alltoall_base(received, rows, of, to, _asynchronous(AllToAllOptions()))
+        work: Any = dist.all_to_all_single(received, rows, of, to, group=self._group, async_op=True)
 
         def wait() -> Tensor:
             work.wait()
@@ -192,11 +191,6 @@ class NoExchange:
                     begin += end - first
 
         return finish
-
-
-def _asynchronous(options: Any) -> Any:
-    options.asyncOp = True
-    return options
 
 
 def _packed(rows: Tensor, ranges: Sequence[Sequence[Range]]) -> Tensor:
