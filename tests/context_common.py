@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ class Case(NamedTuple):
     heads: int
     key_heads: int
     lengths: Any
-    options: dict[str, Any] = {}  # noqa: RUF012: never written
+    options: Mapping[str, Any] = MappingProxyType({})
     rest: int = 0  # packed rows after the last sequence
 
     @property

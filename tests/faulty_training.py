@@ -2,9 +2,9 @@
 
     python faulty_training.py FOLDER RANKS FAULT REDUCTION FAULTY...
 
-REDUCTION is that of `BucketedDataParallel`, or one of LAYERS, whose ranks exchange tensors. Each rank is a process that
-writes "ERROR SECONDS MESSAGE", with the seconds since the fault, or "DONE" to FOLDER/RANK.
-The program ends when all ranks except the FAULTY ones have ended. Rank 0 owns the store.
+REDUCTION is that of `BucketedDataParallel`, or "experts" or "ring" for experts or sequences that ranks share. Each
+rank is a process that writes "ERROR SECONDS MESSAGE", with the seconds since the fault, or "DONE" to FOLDER/RANK. The
+program ends when all ranks except the FAULTY ones have ended. Rank 0 owns the store.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from torch import nn
 from cuda_ext import _group_calls
 from cuda_ext import _status_board as status_board
 from cuda_ext.distributed import BucketedDataParallel, all_gather_linear
+from cuda_ext.distributed.context_parallel import ring_attention
 from cuda_ext.nn import MixtureOfExperts
 
 TIMEOUT = 6.0
@@ -48,7 +50,7 @@ def main() -> None:
             os.dup2(file, 2)
             try:
                 store = join_store(listener, rank, ranks)
-                run = train_layer if algorithm in LAYERS else train
+                run = train_shared if algorithm in BETWEEN else train
                 run(folder, rank, ranks, store, fault, algorithm, faulty)
             except BaseException:
                 traceback.print_exc()
@@ -102,19 +104,27 @@ def tell(folder: Path, ranks: int, faulty: list[int], seconds: float, error: Run
         time.sleep(0.1)
 
 
-def part_of_linear(chunks: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    weight = torch.randn(8, 16, requires_grad=True)
-    return lambda x: all_gather_linear(x, weight, chunks=chunks)
+# Before which exchange a rank "between two exchanges" is.
+BETWEEN = {"experts": ["the rows for experts"], "ring": ["keys and values"] * 3}
+BETWEEN |= {"gathered rows": ["the parts of the input"], "rows in chunks": ["the parts of the input"]}
 
 
-LAYERS: dict[str, Callable[[int], Callable[[torch.Tensor], torch.Tensor]]] = {
-    "experts": lambda ranks: MixtureOfExperts(16, 8, 2 * ranks, 2, group=dist.group.WORLD),
-    "gathered rows": lambda ranks: part_of_linear(1),
-    "rows in chunks": part_of_linear,
-}
+def shared_layer(algorithm: str, ranks: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Of (6, 16) on each rank."""
+    if algorithm == "experts":
+        return MixtureOfExperts(16, 8, 2 * ranks, 2, group=dist.group.WORLD)
+    if "rows" in algorithm:
+        weight = torch.randn(8, 16, requires_grad=True)
+        return lambda x: all_gather_linear(x, weight, chunks=ranks if "chunks" in algorithm else 1)
+
+    def attend(rows: torch.Tensor) -> torch.Tensor:
+        heads = rows.view(1, 6, 2, 8)
+        return ring_attention(heads, heads, heads, method="p2p")
+
+    return attend
 
 
-def train_layer(
+def train_shared(
     folder: Path, rank: int, ranks: int, store: dist.TCPStore, fault: str, algorithm: str, faulty: list[int]
 ) -> None:
     torch.set_num_threads(1)
@@ -122,7 +132,7 @@ def train_layer(
         status_board.PATIENCE = FOR_GOOD
     timeout = TIMEOUT * (2 if fault == "is late" else 1)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
-    layer = LAYERS[algorithm](ranks)
+    layer = shared_layer(algorithm, ranks)
     dist.barrier()
     for _ in range(0 if "first" in fault else STEPS):
         layer(torch.randn(6, 16, requires_grad=True)).square().sum().backward()
@@ -131,11 +141,16 @@ def train_layer(
     is_faulty = rank in faulty
     act = die if fault.startswith("dies") else hang if fault.startswith("hangs") else lambda: time.sleep(TIMEOUT * 1.6)
     if is_faulty and "between" in fault:
-        named = _group_calls.GroupCall.named
-        _group_calls.GroupCall.named = lambda self, what, **options: (  # type: ignore[method-assign,assignment]
-            act() if "rows for" in what else None,
-            named(self, what, **options),
-        )[1]
+        named, awaited = _group_calls.GroupCall.named, list(BETWEEN[algorithm])
+
+        def act_between(self: _group_calls.GroupCall, what: str, **options: Any) -> Any:
+            if what in awaited:
+                awaited.remove(what)
+                if not awaited:
+                    act()
+            return named(self, what, **options)
+
+        _group_calls.GroupCall.named = act_between  # type: ignore[method-assign]
     elif is_faulty and "backward" not in fault:
         act()
     try:

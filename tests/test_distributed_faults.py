@@ -109,7 +109,8 @@ def test_both_ranks_with_a_board_die(tmp_path: Path) -> None:
 
 
 NUMBERS, ROWS, RESULTS = "the numbers of rows", "the rows for experts", "the results of experts"
-LAST_CALL = "exchanges nothing; the last call of mixture_of_experts that it has begun is call"
+KEYS = "keys and values"
+LAST_CALL = "exchanges nothing; the last call of {} that it has begun is call"
 # What the others wait for, and what they say of the rank at fault.
 FAULTS_OF_EXPERTS = {
     "dies before the first call": (NUMBERS, 1, GONE),
@@ -120,22 +121,40 @@ FAULTS_OF_EXPERTS = {
     "hangs between two exchanges": (ROWS, STEPS + 1, f"{LAST_CALL} {STEPS + 1}$"),
     "hangs in backward": (f"the gradients of {RESULTS}", STEPS + 1, f"{LAST_CALL} {STEPS + 1}$"),
 }
+FAULTS_OF_RINGS = {
+    "dies before forward": (KEYS, STEPS + 1, GONE),
+    "dies between two exchanges": (KEYS, STEPS + 1, GONE),
+    "dies in backward": (f"{KEYS} for backward", STEPS + 1, GONE),
+    "hangs before forward": (KEYS, STEPS + 1, f"{LAST_CALL} {STEPS}$"),
+    "hangs between two exchanges": (KEYS, STEPS + 1, f"{LAST_CALL} {STEPS + 1}$"),
+    "hangs in backward": (f"{KEYS} for backward", STEPS + 1, f"{LAST_CALL} {STEPS + 1}$"),
+}
+
+
+def check_names(op: str, algorithm: str, fault: str, expected: tuple[str, int, str], folder: Path) -> None:
+    what, call, doing = expected
+    outputs = outputs_of_survivors(folder, fault, algorithm, 4, (2,))
+    for rank, output in outputs.items():
+        message = error_in(output)
+        beginning = f"cuda_ext::{op}: expected 4 ranks to take part in the exchange of {what}"
+        assert message.startswith(f"{beginning}, of call {call}, got: "), message
+        others = what_others_do(message)
+        assert others.keys() == {0, 1, 2, 3} - {rank}, message
+        assert re.match(doing.format(op), others[2]), message
+        assert all(what in others[other] for other in others.keys() - {2}), message
+    assert len(outputs) == 3
 
 
 @pytest.mark.sampled(cases=2, slow=True)
 @pytest.mark.parametrize("fault", FAULTS_OF_EXPERTS)
 def test_experts_of_ranks_say_who_is_missing(fault: str, tmp_path: Path) -> None:
-    what, call, doing = FAULTS_OF_EXPERTS[fault]
-    outputs = outputs_of_survivors(tmp_path, fault, "experts", 4, (2,))
-    for rank, output in outputs.items():
-        message = error_in(output)
-        beginning = f"cuda_ext::mixture_of_experts: expected 4 ranks to take part in the exchange of {what}"
-        assert message.startswith(f"{beginning}, of call {call}, got: "), message
-        others = what_others_do(message)
-        assert others.keys() == {0, 1, 2, 3} - {rank}, message
-        assert re.match(doing, others[2]), message
-        assert all(what in others[other] for other in others.keys() - {2}), message
-    assert len(outputs) == 3
+    check_names("mixture_of_experts", "experts", fault, FAULTS_OF_EXPERTS[fault], tmp_path)
+
+
+@pytest.mark.sampled(cases=2, slow=True)
+@pytest.mark.parametrize("fault", FAULTS_OF_RINGS)
+def test_rings_say_who_is_missing(fault: str, tmp_path: Path) -> None:
+    check_names("ring_attention", "ring", fault, FAULTS_OF_RINGS[fault], tmp_path)
 
 
 @pytest.mark.sampled
@@ -144,13 +163,13 @@ def test_experts_of_ranks_wait_for_a_late_one_and_log_it(tmp_path: Path) -> None
     outputs = outputs_of_survivors(tmp_path, "is late", "experts", 4, (2,))
     for output in outputs.values():
         assert "DONE" in output
-        assert f"rank 2 {LAST_CALL} {STEPS}" in output
+        assert f"rank 2 {LAST_CALL.format('mixture_of_experts')} {STEPS}" in output
     assert len(outputs) == 3
 
 
 PARTS = "the parts of the input"
 IN_CHUNKS = rf"{PARTS}, to rank \d and from rank \d"
-LAST_LINEAR = LAST_CALL.replace("mixture_of_experts", "all_gather_linear")
+LAST_LINEAR = LAST_CALL.format("all_gather_linear")
 FAULTS_OF_ROWS = {
     ("gathered rows", "dies before forward"): (PARTS, GONE),
     ("gathered rows", "hangs before forward"): (PARTS, f"{LAST_LINEAR} {STEPS}$"),

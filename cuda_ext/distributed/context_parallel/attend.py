@@ -194,9 +194,10 @@ class Attend(torch.autograd.Function):
         *given, out, lse = ctx.saved_tensors
         tensors = Tensors(*given)
         wanted = Tensors(*ctx.needs_input_grad[1:])
-        grads = _Gradients(ctx.call, tensors, wanted, (out, lse, grad_out, grad_lse)).of_all()
+        with torch.no_grad():
+            grads = _Gradients(ctx.call, tensors, wanted, (out, lse, grad_out, grad_lse)).of_all()
         if torch.is_grad_enabled():
-            grads = [None if grad is None else _Once.apply(grad, ctx.call.op) for grad in grads]
+            grads = [None if grad is None else _Once.apply(grad.requires_grad_(), ctx.call.op) for grad in grads]
         return None, *grads
 
 
@@ -206,7 +207,7 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grad: Tensor, op: str) -> Tensor:
         ctx.op = op
-        return grad.requires_grad_().view_as(grad)
+        return grad.view_as(grad)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
