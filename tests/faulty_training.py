@@ -2,7 +2,7 @@
 
     python faulty_training.py FOLDER RANKS FAULT REDUCTION FAULTY...
 
-REDUCTION is that of `BucketedDataParallel`, or "experts" or "ring" for experts or sequences that ranks share. Each
+REDUCTION is that of `BucketedDataParallel`, or a key of BETWEEN for experts, sequences or rows that ranks share. Each
 rank is a process that writes "ERROR SECONDS MESSAGE", with the seconds since the fault, or "DONE" to FOLDER/RANK. The
 program ends when all ranks except the FAULTY ones have ended. Rank 0 owns the store.
 """
