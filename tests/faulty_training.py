@@ -2,9 +2,9 @@
 
     python faulty_training.py FOLDER RANKS FAULT REDUCTION FAULTY...
 
-REDUCTION is that of `BucketedDataParallel`, or a key of BETWEEN for experts, sequences or rows that ranks share. Each
-rank is a process that writes "ERROR SECONDS MESSAGE", with the seconds since the fault, or "DONE" to FOLDER/RANK. The
-program ends when all ranks except the FAULTY ones have ended. Rank 0 owns the store.
+REDUCTION is that of `BucketedDataParallel`, or one of LAYERS, whose ranks exchange tensors. Each rank is a process that
+writes "ERROR SECONDS MESSAGE", with the seconds since the fault, or "DONE" to FOLDER/RANK.
+The program ends when all ranks except the FAULTY ones have ended. Rank 0 owns the store.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
             os.dup2(file, 2)
             try:
                 store = join_store(listener, rank, ranks)
-                run = train_shared if algorithm in BETWEEN else train
+                run = train_layer if algorithm in LAYERS else train
                 run(folder, rank, ranks, store, fault, algorithm, faulty)
             except BaseException:
                 traceback.print_exc()
@@ -104,27 +104,28 @@ def tell(folder: Path, ranks: int, faulty: list[int], seconds: float, error: Run
         time.sleep(0.1)
 
 
-# Before which exchange a rank "between two exchanges" is.
+def part_of_linear(chunks: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    weight = torch.randn(8, 16, requires_grad=True)
+    return lambda x: all_gather_linear(x, weight, chunks=chunks)
+
+
+def ring(rows: torch.Tensor) -> torch.Tensor:
+    heads = rows.view(1, 6, 2, 8)
+    return ring_attention(heads, heads, heads, method="p2p")
+
+
+# Of (6, 16) on each rank.
+LAYERS: dict[str, Callable[[int], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "experts": lambda ranks: MixtureOfExperts(16, 8, 2 * ranks, 2, group=dist.group.WORLD),
+    "gathered rows": lambda ranks: part_of_linear(1),
+    "rows in chunks": part_of_linear,
+    "ring": lambda ranks: ring,
+}
+# Before which exchange a rank is "between two exchanges".
 BETWEEN = {"experts": ["the rows for experts"], "ring": ["keys and values"] * 3}
-BETWEEN |= {"gathered rows": ["the parts of the input"], "rows in chunks": ["the parts of the input"]}
 
 
-def shared_layer(algorithm: str, ranks: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Of (6, 16) on each rank."""
-    if algorithm == "experts":
-        return MixtureOfExperts(16, 8, 2 * ranks, 2, group=dist.group.WORLD)
-    if "rows" in algorithm:
-        weight = torch.randn(8, 16, requires_grad=True)
-        return lambda x: all_gather_linear(x, weight, chunks=ranks if "chunks" in algorithm else 1)
-
-    def attend(rows: torch.Tensor) -> torch.Tensor:
-        heads = rows.view(1, 6, 2, 8)
-        return ring_attention(heads, heads, heads, method="p2p")
-
-    return attend
-
-
-def train_shared(
+def train_layer(
     folder: Path, rank: int, ranks: int, store: dist.TCPStore, fault: str, algorithm: str, faulty: list[int]
 ) -> None:
     torch.set_num_threads(1)
@@ -132,7 +133,7 @@ def train_shared(
         status_board.PATIENCE = FOR_GOOD
     timeout = TIMEOUT * (2 if fault == "is late" else 1)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
-    layer = shared_layer(algorithm, ranks)
+    layer = LAYERS[algorithm](ranks)
     dist.barrier()
     for _ in range(0 if "first" in fault else STEPS):
         layer(torch.randn(6, 16, requires_grad=True)).square().sum().backward()

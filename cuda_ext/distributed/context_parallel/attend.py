@@ -80,7 +80,7 @@ class Call:
         bytes_of_head = elements * (key.shape[3] + value.shape[3]) * key.element_size()
         if len(ranks) == 1:
             return [Step(Heads(slice(0, heads), slice(0, heads * group)), of_ranks)]
-        count = max(1, min(-(-heads // 2), self.gathered_bytes // max(1, bytes_of_head)))
+        count = max(1, min(-(-heads // 4), self.gathered_bytes // max(1, bytes_of_head)))
         return [
             Step(Heads(slice(first, last), slice(first * group, last * group)), of_ranks)
             for first in range(0, heads, count)
@@ -278,8 +278,9 @@ class _Gradients:
         self.call, self.tensors, self.wanted = call, tensors, wanted
         self.out, self.lse, self.grad_out, self.grad_lse = results
         type_ = accumulation_type(tensors.query.dtype)
-        # Keys and values travel on all ranks if they do on one. A query is in one call if the keys of all are there.
-        types = [tensors.query.dtype if call.from_all else type_] + [type_] * 5
+        # Gradients of keys and values travel on all ranks if they do on one. If the keys of all are there, a query is
+        # in one call, and the sums of keys are those of one step.
+        types = [tensors.query.dtype if call.from_all else type_] * 3 + [type_] * 3
         needed = [True, True, True, *wanted[3:]]
         self.sums = Tensors(
             *(
@@ -291,25 +292,41 @@ class _Gradients:
             self.sums.sinks.copy_(self._of_sinks())
 
     def of_all(self) -> list[Tensor | None]:
-        call, sums = self.call, self.sums
         finish: Callable[[], None] | None = None
-        for step, keys, values in _transferred(call, self.tensors, "keys and values for backward"):
-            of_keys = [torch.zeros(t.shape, dtype=sums.key.dtype, device=t.device) for t in (keys, values)]
-            for part in step.transfers[call.exchange.rank].parts:
+        for step, keys, values in _transferred(self.call, self.tensors, "keys and values for backward"):
+            type_ = accumulation_type(keys.dtype)
+            of_keys = [torch.zeros(tensor.shape, dtype=type_, device=tensor.device) for tensor in (keys, values)]
+            for part in step.transfers[self.call.exchange.rank].parts:
                 self._add(part, step.heads, keys, values, of_keys)
             del keys, values
             if finish is not None:  # those of the step before have come meanwhile
                 finish()
-            rows_first = [grad.transpose(0, 1) for grad in of_keys]
-            of_own = [total[:, :, step.heads.keys].transpose(0, 1) for total in (sums.key, sums.value)]
-            what = "the gradients of keys and values"
-            finish = call.exchange.give_back(step.transfers, rows_first, of_own, self.tensors.key.dtype, what)
+            finish = self._give_back(step, of_keys)
+            del of_keys
         if finish is not None:
             finish()
         return [
             None if tensor is None or total is None or not wants else total.to(tensor.dtype)
-            for tensor, total, wants in zip(self.tensors, sums, self.wanted)
+            for tensor, total, wants in zip(self.tensors, self.sums, self.wanted)
         ]
+
+    def _give_back(self, step: Step, of_keys: list[Tensor]) -> Callable[[], None]:
+        """Sends gradients to the ranks of their keys; the result waits, and stores or adds those of this rank's."""
+        of_own = [total[:, :, step.heads.keys].transpose(0, 1) for total in (self.sums.key, self.sums.value)]
+        totals = of_own
+        if self.call.from_all:
+            totals = [torch.zeros(own.shape, dtype=of_keys[0].dtype, device=own.device) for own in of_own]
+        rows_first = [grad.transpose(0, 1) for grad in of_keys]
+        what = "the gradients of keys and values"
+        finish = self.call.exchange.give_back(step.transfers, rows_first, totals, self.tensors.key.dtype, what)
+
+        def store() -> None:
+            finish()
+            if totals is not of_own:
+                for own, total in zip(of_own, totals):
+                    own.copy_(total)
+
+        return store
 
     def _add(self, part: Part, heads: Heads, keys: Tensor, values: Tensor, of_keys: list[Tensor]) -> None:
         call, sums = self.call, self.sums
