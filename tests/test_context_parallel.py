@@ -70,6 +70,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 methods = pytest.mark.parametrize("method", ["all_gather", "p2p"])
 
 
+@pytest.mark.sampled(cases="every value")
 @on_ranks(4)
 @both(CASES)
 @kinds
@@ -78,6 +79,7 @@ def test_ring(case: str, kind: str, method: str) -> None:
     Check(CASES[case], kind).run(cp.ring_attention, method=method)
 
 
+@pytest.mark.sampled(cases="every value")
 @on_ranks(4)
 @both(CASES)
 @kinds
@@ -85,6 +87,7 @@ def test_ulysses(case: str, kind: str) -> None:
     Check(CASES[case], kind).run(cp.ulysses_attention)
 
 
+@pytest.mark.sampled(cases="every value")
 @on_ranks(4)
 @both(PACKED)
 @kinds
@@ -93,6 +96,7 @@ def test_packed_ring(case: str, kind: str, method: str) -> None:
     Check(PACKED[case], kind).run(cp.ring_attention_varlen, method=method)
 
 
+@pytest.mark.sampled(cases="every value")
 @on_ranks(4)
 @both(PACKED)
 @kinds
@@ -131,6 +135,7 @@ def groups_of_two() -> tuple[Any, Any]:
     return rings[rank % 2], heads[rank // 2]
 
 
+@pytest.mark.sampled(cases="every value")
 @on_ranks(4)
 @both({name: CASES[name] for name in CASES if name != "fewer rows than ranks"})
 @methods
