@@ -121,14 +121,14 @@ DEVICE void make_probs_with_options(const AttentionBackwardParams& p, const Back
   using Scores = typename Kernel::Scores;
   const int first_query = tile.index * Kernel::kBlockM, thread = Kernel::thread();
   const BackwardTask::Keys keys = load_struct(shared.task.keys);
-  const OptionsStep options(p, load_struct(shared.task.queries), keys.visible, tile.head);
+  const OptionsStep options(p, plan, load_struct(shared.task.queries), keys.visible, tile.head);
 #pragma unroll
   for (int n = 0; n < Scores::kColumnTiles; ++n) {
     const int column = Scores::column(thread) + Scores::column_step(n);
     const auto row_lse = arch::load_shared<arch::Words2>(arch::shared_address(shared.minus_lse[stage] + column));
     uint32_t random[4] = {};
     if (plan.dropout.drop_below > 0)
-      plan.dropout.words_of_columns(options.first_row + first_query + column, keys.first + Scores::row(0, 0, thread),
+      plan.dropout.words_of_columns(options.first_number + first_query + column, keys.first + Scores::row(0, 0, thread),
                                     random);
     float handed[4];
 #pragma unroll

@@ -9,7 +9,7 @@ namespace cuda_ext::attention {
 
 using namespace tile;
 
-// The index in lse of a head's first row, and of any row. Also the number of the row for dropout.
+// The index in lse of a head's first row, and of any row.
 DEVICE int64_t first_lse_row(const AttentionParams& p, int q_begin, int batch, int head) {
   return p.cu_seqlens_q != nullptr ? head * p.total_q + q_begin : (batch * p.heads + head) * p.seqlen_q;
 }

@@ -104,7 +104,7 @@ struct Sequence {
   }
 };
 
-// Index of a sequence's first row within lse, which is also its row number for dropout.
+// Index of a sequence's first row within lse.
 inline int64_t first_row(const AttentionParams& p, const Sequence& s, int64_t b, int64_t h) {
   return p.cu_seqlens_q != nullptr ? h * p.total_q + s.q_begin : (b * p.heads + h) * p.seqlen_q;
 }
