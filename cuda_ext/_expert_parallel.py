@@ -13,7 +13,6 @@ from cuda_ext._checks import expected, shape_of
 from cuda_ext._collectives import AllToAll
 from cuda_ext._expert_routes import sort, sum_dtype
 from cuda_ext._group_calls import begin_call
-from cuda_ext._toolchain import NAMESPACE
 
 __all__ = ["check_share", "on_their_ranks", "shares"]
 

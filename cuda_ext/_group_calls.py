@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from contextlib import AbstractContextManager
 
@@ -32,9 +33,10 @@ class _Calls:
             return
         number = self.count
 
-        def is_past(status: str) -> bool:
-            begun = status.rpartition(f"of {self.op} that it has begun is call ")[2]
-            return begun.isdigit() and int(begun) > number
+        def is_past(status: str) -> bool:  # a rank that compares, too, names the call, but waits for no exchange
+            waits = re.search(r", of call (\d+)$", status)
+            begun = re.search(rf"of {self.op} that it has begun is call (\d+)$", status)
+            return bool((waits and int(waits[1]) >= number) or (begun and int(begun[1]) > number))
 
         watch = self.collectives.watch
         watch.busy(True)
@@ -44,7 +46,9 @@ class _Calls:
             watch.busy(False)
         for rank, theirs in answers.items():
             if theirs != arguments:
-                got = f"{theirs} on rank {rank}" if theirs is not None else f"other arguments on rank {rank}, or no call"
+                got = (
+                    f"{theirs} on rank {rank}" if theirs is not None else f"other arguments on rank {rank}, or no call"
+                )
                 raise RuntimeError(
                     f"{NAMESPACE}::{self.op}: expected the same arguments on all {watch.ranks} ranks, got {arguments} "
                     f"on rank {watch.rank} and {got}"

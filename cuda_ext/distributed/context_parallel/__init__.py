@@ -1,0 +1,21 @@
+"""Context parallelism: attention over sequences whose rows the ranks of a group share."""
+
+from cuda_ext.distributed.context_parallel.attention import (
+    ring_attention,
+    ring_attention_varlen,
+    ulysses_attention,
+    ulysses_attention_varlen,
+)
+from cuda_ext.distributed.context_parallel.layout import Layout
+from cuda_ext.distributed.context_parallel.sequence import positions, shard_sequence, unshard_sequence
+
+__all__ = [
+    "Layout",
+    "positions",
+    "ring_attention",
+    "ring_attention_varlen",
+    "shard_sequence",
+    "ulysses_attention",
+    "ulysses_attention_varlen",
+    "unshard_sequence",
+]

@@ -1,0 +1,182 @@
+"""Attention over a sequence that the ranks of a group share: by a ring, by heads (Ulysses), or both.
+
+Each rank has the same rows of query, key and value, in the order of a `Layout`. All functions compute what
+`flash_attention` computes of the whole sequence, and return this rank's rows of it.
+
+- `ring_attention`: keys and values travel. Any numbers of heads. Communication grows with the number of ranks times
+  the rows of a rank, for `Hk` heads (Ring Attention, Liu et al., arXiv 2310.01889; by all-gather as in The Llama 3 Herd
+  of Models, arXiv 2407.21783, section 3.3.2).
+- `ulysses_attention`: two all-to-alls give each rank some heads of the whole sequence, and back (DeepSpeed Ulysses,
+  Jacobs et al., arXiv 2309.14509). At least as many heads as ranks. Communication does not grow with the ranks.
+- `ring_attention(ulysses_group=)`: heads are exchanged inside of a host, keys between hosts (USP, Fang and Zhao, arXiv
+  2405.07719).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cuda_ext._attention_options import Options, VarlenOptions
+from cuda_ext.distributed.context_parallel.layout import Layout
+from cuda_ext.distributed.context_parallel.request import Groups, Request
+from cuda_ext.distributed.process_groups import resolve_group
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_MODULE = "cuda_ext.distributed.context_parallel"
+
+
+@torch.compiler.disable
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    layout: str | Layout = "zigzag",
+    key_layout: str | Layout | None = None,
+    method: str = "all_gather",
+    ulysses_group: dist.ProcessGroup | None = None,
+    return_lse: bool = False,
+    **options: Unpack[Options],
+) -> Any:
+    """`flash_attention` of a sequence that the ranks of a group share: keys and values travel.
+
+    Args:
+        query: `(B, rows of this rank, H, D)`, as `shard_sequence` gives them.
+        key: `(B, rows of this rank, Hk, D)`.
+        value: `(B, rows of this rank, Hk, Dv)`.
+        group: the ranks that share the sequence; default: all.
+        layout: ``"zigzag"`` (default; balances causal masks), ``"contiguous"`` or a `Layout`. By name, all ranks have
+            the same number of rows.
+        key_layout: of keys and values; default: `layout`, which must then be a name if there are other numbers of keys
+            than queries.
+        method: ``"all_gather"`` (default): each rank gets all keys that its rows see, some heads at a time, up to 256
+            MiB or one head, and the next heads' meanwhile. ``"p2p"``: those of one rank after the other, so that those
+            of two ranks are in memory; with dropout this is ``"all_gather"`` unless all ranges of rows begin at
+            multiples of 4.
+        ulysses_group: the ranks that exchange heads before, see `ulysses_attention`: those of a host, while `group` has
+            the ranks of this place on all hosts. `layout` is of all ranks, of which ``r * ulysses_group.size() + u`` is
+            rank r of `group` and rank u of `ulysses_group`; by name it is
+            ``Layout.zigzag(length, group.size()).divided(ulysses_group.size())``.
+        return_lse: also return `lse`. Default False.
+        options: those of `flash_attention`, of the whole sequence, the same on all ranks. `attn_bias` and `attn_mask`
+            have this rank's rows (or 1) and all keys (or 1). Dropout is that of one rank if the random states of all
+            ranks are equal.
+
+    Returns:
+        `(B, rows of this rank, H, Dv)`; with `return_lse` also `(B, H, rows of this rank)`. Keys that no row of a rank
+        sees, because of `causal` and `window`, do not travel to it.
+
+    Forward saves what `flash_attention` saves; backward transfers keys and values again, and sends each gradient once,
+    in the dtype of `key`. Sums over ranks are in float32 (float64), in the order of ranks, so results repeat bit for
+    bit. The gradients of `sinks`, `attn_bias` and `relative_bias` are those of this rank's rows: sum them over the
+    group, like those of weights. Differentiable once. All ranks call, and run backward, in the same order. For
+    `torch.compile` the call is a graph break.
+
+    Raises:
+        RuntimeError: as `flash_attention`; arguments that differ between ranks (compared once); a rank that does not
+            take part, with its name and what it does instead.
+        ValueError: an unknown layout or method, or a layout for other ranks or rows.
+    """
+    request = Request("ring_attention", query, key, value, layout, key_layout, method)
+    groups = Groups(resolve_group(f"{_MODULE}.ring_attention", group), ulysses_group)
+    out, lse = request.run(groups, None, options)
+    return (out, lse) if return_lse else out
+
+
+@torch.compiler.disable
+def ulysses_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    layout: str | Layout = "contiguous",
+    key_layout: str | Layout | None = None,
+    return_lse: bool = False,
+    **options: Unpack[Options],
+) -> Any:
+    """`flash_attention` of a sequence that the ranks of a group share: each rank computes some heads of all rows.
+
+    Two all-to-alls exchange heads for rows before attention, and rows for heads after it. Query heads are divided
+    evenly, by groups of a key head if there are enough of these; a key head that several ranks need goes to all of
+    them, and its gradients are added. If the ranks divide `H` and `Hk`, all results are bit-equal to those of one rank.
+
+    Args:
+        layout: ``"contiguous"`` (default), ``"zigzag"`` or a `Layout`: all have the same balance.
+
+    The other arguments, the results and the errors are those of `ring_attention`, and without dropout it can be
+    differentiated any number of times.
+
+    Raises:
+        ValueError: fewer heads than ranks; use `ring_attention`, or both by its `ulysses_group`.
+    """
+    request = Request("ulysses_attention", query, key, value, layout, key_layout, "all_gather")
+    groups = Groups(None, resolve_group(f"{_MODULE}.ulysses_attention", group))
+    out, lse = request.run(groups, None, options)
+    return (out, lse) if return_lse else out
+
+
+@torch.compiler.disable
+def ring_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    layout: str | Layout = "zigzag",
+    key_layout: str | Layout | None = None,
+    method: str = "all_gather",
+    ulysses_group: dist.ProcessGroup | None = None,
+    return_lse: bool = False,
+    **options: Unpack[VarlenOptions],
+) -> Any:
+    """`ring_attention` of packed sequences, which may be on several ranks each.
+
+    Args:
+        query: `(rows of this rank, H, D)`: of all packed rows, those that the layout gives this rank.
+        key: `(rows of this rank, Hk, D)`; value: `(rows of this rank, Hk, Dv)`.
+        cu_seqlens_q: `(sequences + 1,)`, int32, of the whole batch, the same on all ranks; cu_seqlens_k: of keys. The
+            host reads them, which on a GPU waits for the stream, once for each tensor.
+        layout: of all packed rows.
+        options: those of `flash_attention_varlen`. `attn_bias` and `attn_mask` are of the whole batch:
+            `(sequences or 1, H or 1, max_seqlen_q or 1, max_seqlen_k or 1)`.
+
+    Returns:
+        `(rows of this rank, H, Dv)`; with `return_lse` also `(H, rows of this rank)`.
+
+    All else is as for `ring_attention`.
+    """
+    request = Request("ring_attention_varlen", query, key, value, layout, key_layout, method)
+    groups = Groups(resolve_group(f"{_MODULE}.ring_attention_varlen", group), ulysses_group)
+    out, lse = request.run(groups, (cu_seqlens_q, cu_seqlens_k), options)
+    return (out, lse) if return_lse else out
+
+
+@torch.compiler.disable
+def ulysses_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    layout: str | Layout = "contiguous",
+    key_layout: str | Layout | None = None,
+    return_lse: bool = False,
+    **options: Unpack[VarlenOptions],
+) -> Any:
+    """`ulysses_attention` of packed sequences; arguments and results are those of `ring_attention_varlen`."""
+    request = Request("ulysses_attention_varlen", query, key, value, layout, key_layout, "all_gather")
+    groups = Groups(None, resolve_group(f"{_MODULE}.ulysses_attention_varlen", group))
+    out, lse = request.run(groups, (cu_seqlens_q, cu_seqlens_k), options)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,220 @@
+"""Rows of keys and values on their way to the ranks that see them, and gradients on their way back.
+
+A transfer starts in the background: over NCCL in a stream, over gloo in a thread. Where all ranks see all keys, it is
+an all-gather, else an all-to-all of the rows that each rank sees. Gradients come back by an all-to-all, in the dtype of
+the operands; their sums are formed in the accumulation type, in the order of ranks, and rounded once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
+
+from cuda_ext._group_calls import GroupCall
+from cuda_ext.distributed.context_parallel.layout import Layout, Range, located, size
+from cuda_ext.distributed.context_parallel.parts import Transfer
+from cuda_ext.distributed.process_groups import own_group
+
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, dist.ProcessGroup]]
+_groups = weakref.WeakKeyDictionary()
+
+
+def group_of_exchanges(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """The group that transfers use, see `own_group`; made by the first call for a group, which is a collective."""
+    own = _groups.setdefault(group, {})
+    if device not in own:
+        own[device] = own_group(group, device)
+    return own[device]
+
+
+class Exchange:
+    """The transfers of one call."""
+
+    def __init__(self, call: GroupCall, group: dist.ProcessGroup, layout: Layout) -> None:
+        self._call, self._group, self._layout = call, group, layout
+        self.rank, self.ranks = group.rank(), group.size()
+
+    def start(self, transfers: Sequence[Transfer], tensors: Sequence[Tensor], what: str) -> Callable[[], list[Tensor]]:
+        """Starts the transfer of rows of `tensors`, each (own rows, ...).
+
+        transfers: of each rank. Returns a function that waits and returns, for each tensor, the rows of this rank's
+        transfer, (keys, ...).
+        """
+        everything = ((0, self._layout.length),)
+        with self._call.named(what, completes=False):
+            if all(transfer.keys == everything for transfer in transfers):
+                started = [self._gather(rows) for rows in tensors]
+            else:
+                started = [self._send(transfers, rows) for rows in tensors]
+
+        def wait() -> list[Tensor]:
+            with self._call.named(what):
+                return [finish() for finish in started]
+
+        return wait
+
+    def give_back(
+        self,
+        transfers: Sequence[Transfer],
+        grads: Sequence[Tensor],
+        sums: Sequence[Tensor],
+        dtype: torch.dtype,
+        what: str,
+    ) -> Callable[[], None]:
+        """Starts to send the gradients of the rows of this rank's transfer, each (keys, ...), in `dtype`.
+
+        Returns a function that waits and adds to `sums`, each (own rows, ...), what all ranks have sent.
+        """
+        with self._call.named(what, completes=False):
+            started = [self._return(transfers, grad, dtype) for grad in grads]
+
+        def finish() -> None:
+            with self._call.named(what):
+                for grad, received, total in zip(grads, started, sums):
+                    self._add(transfers, grad, received(), total)
+
+        return finish
+
+    def _gather(self, rows: Tensor) -> Callable[[], Tensor]:
+        counts = [self._layout.rows(rank) for rank in range(self.ranks)]
+        most = max(counts)
+        sent = _dense(rows, most)
+        received = sent.new_empty(self.ranks * most, *sent.shape[1:])
+        work = self._group._allgather_base(received, sent, _asynchronous(AllgatherOptions()))
+
+        def finish() -> Tensor:
+            work.wait()
+            parts = []
+            for rank, ranges in enumerate(self._layout.ranges):
+                begin = rank * most
+                for first, end in ranges:
+                    parts.append((first, received[begin : begin + end - first]))
+                    begin += end - first
+            return _joined([part for _, part in sorted(parts, key=lambda part: part[0])], received)
+
+        return finish
+
+    def _send(self, transfers: Sequence[Transfer], rows: Tensor) -> Callable[[], Tensor]:
+        own = transfers[self.rank]
+        to = [() if rank == self.rank else transfer.pieces[self.rank] for rank, transfer in enumerate(transfers)]
+        of = [0 if rank == self.rank else size(pieces) for rank, pieces in enumerate(own.pieces)]
+        received = self._all_to_all(_packed(rows, to), list(map(size, to)), of)
+
+        def finish() -> Tensor:
+            others = received()
+            result = rows.new_empty(size(own.keys), *rows.shape[1:])
+            begin = 0
+            for rank, pieces in enumerate(own.pieces):
+                for (first, end), (low, high) in zip(pieces, self._places(own, rank), strict=True):
+                    if rank == self.rank:
+                        result[low:high] = rows[first:end]
+                    else:
+                        result[low:high] = others[begin : begin + end - first]
+                        begin += end - first
+            return result
+
+        return finish
+
+    def _places(self, transfer: Transfer, rank: int) -> list[Range]:
+        """Where a transfer has the pieces of a rank, among its keys."""
+        if not transfer.pieces[rank]:
+            return []
+        rows = [rows for rows, _ in located(self._layout.ranges[rank], transfer.keys)]
+        return [place for _, place in located(transfer.keys, rows)]
+
+    def _return(self, transfers: Sequence[Transfer], grad: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
+        own = transfers[self.rank]
+        to = [() if rank == self.rank else tuple(self._places(own, rank)) for rank in range(self.ranks)]
+        of = [0 if rank == self.rank else size(transfer.pieces[self.rank]) for rank, transfer in enumerate(transfers)]
+        return self._all_to_all(_packed(grad, to).to(dtype), list(map(size, to)), of)
+
+    def _add(self, transfers: Sequence[Transfer], grad: Tensor, received: Tensor, total: Tensor) -> None:
+        """In the order of ranks, so that the bits do not depend on which gradients come first."""
+        own = transfers[self.rank]
+        begin = 0
+        for rank, transfer in enumerate(transfers):
+            pieces = transfer.pieces[self.rank]
+            if rank == self.rank:
+                for (first, end), (low, high) in zip(pieces, self._places(own, rank), strict=True):
+                    total[first:end] += grad[low:high]
+                continue
+            for first, end in pieces:
+                total[first:end] += received[begin : begin + end - first]
+                begin += end - first
+
+    def swap(self, rows: Tensor, to: list[int], of: list[int], what: str) -> Tensor:
+        """Sends so many `rows` to each rank, in order; returns what has come, in order."""
+        with self._call.named(what):
+            return self._all_to_all(rows, to, of)()
+
+    def _all_to_all(self, rows: Tensor, to: list[int], of: list[int]) -> Callable[[], Tensor]:
+        received = rows.new_empty(sum(of), *rows.shape[1:])
+        work = self._group.alltoall_base(received, rows, of, to, _asynchronous(AllToAllOptions()))
+
+        def wait() -> Tensor:
+            work.wait()
+            assert rows is not None  # it lives until here
+            return received
+
+        return wait
+
+
+class NoExchange:
+    """The exchange of one rank."""
+
+    rank, ranks = 0, 1
+
+    def start(self, transfers: Sequence[Transfer], tensors: Sequence[Tensor], what: str) -> Callable[[], list[Tensor]]:
+        ((keys,),) = [transfer.pieces for transfer in transfers]
+        return lambda: [torch.cat([rows[:0], *(rows[first:end] for first, end in keys)]) for rows in tensors]
+
+    def give_back(
+        self,
+        transfers: Sequence[Transfer],
+        grads: Sequence[Tensor],
+        sums: Sequence[Tensor],
+        dtype: torch.dtype,
+        what: str,
+    ) -> Callable[[], None]:
+        ((keys,),) = [transfer.pieces for transfer in transfers]
+
+        def finish() -> None:
+            for grad, total in zip(grads, sums):
+                begin = 0
+                for first, end in keys:
+                    total[first:end] += grad[begin : begin + end - first]
+                    begin += end - first
+
+        return finish
+
+
+def _asynchronous(options: Any) -> Any:
+    options.asyncOp = True
+    return options
+
+
+def _packed(rows: Tensor, ranges: Sequence[Sequence[Range]]) -> Tensor:
+    return torch.cat([rows[:0], *(rows[first:end] for of_rank in ranges for first, end in of_rank)])
+
+
+def _dense(rows: Tensor, count: int) -> Tensor:
+    """Contiguous, of `count` rows; those that are missing may be anything finite."""
+    if len(rows) == count:
+        return rows.contiguous()
+    return torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
+
+
+def _joined(parts: list[Tensor], of: Tensor) -> Tensor:
+    """Parts of a tensor one after the other; a view if they are so already."""
+    end = of.data_ptr()
+    for part in parts:
+        if part.data_ptr() != end:
+            return torch.cat(parts)
+        end += part.numel() * part.element_size()
+    return of[: sum(map(len, parts))]

@@ -1,0 +1,155 @@
+"""Attention over a sequence that ranks share, compared with one rank. For bodies of tests that run on ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cuda_ext import flash_attention, flash_attention_varlen
+from cuda_ext.distributed.context_parallel import Layout
+
+DIFFERENTIABLE = ("sinks", "attn_bias", "relative_bias")
+EXACT = 1e-12  # relative to the largest element, in float64
+
+
+class Case(NamedTuple):
+    """lengths: of queries and keys, or of those of each packed sequence. A shape among the options is a tensor's."""
+
+    heads: int
+    key_heads: int
+    lengths: Any
+    options: dict[str, Any] = {}  # noqa: RUF012: never written
+    rest: int = 0  # packed rows after the last sequence
+
+    @property
+    def packed(self) -> bool:
+        return not isinstance(self.lengths[0], int)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        if not self.packed:
+            return self.lengths
+        queries, keys = (sum(lengths) + self.rest for lengths in zip(*self.lengths))
+        return queries, keys
+
+
+class Whole(NamedTuple):
+    """What one rank has."""
+
+    tensors: list[Tensor]
+    ends: tuple[Tensor, ...]
+    options: dict[str, Any]
+
+    def attend(self) -> tuple[Tensor, Tensor]:
+        query, key, value = self.tensors
+        if self.ends:
+            return flash_attention_varlen(query, key, value, *self.ends, return_lse=True, **self.options)
+        return flash_attention(query, key, value, return_lse=True, **self.options)
+
+
+def draw(case: Case, dtype: torch.dtype = torch.float64) -> Whole:
+    queries, keys = case.rows
+    shapes = [(queries, case.heads, 8), (keys, case.key_heads, 8), (keys, case.key_heads, 12)]
+    batch = () if case.packed else (2,)
+    tensors = [torch.randn(*batch, *shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+    ends: tuple[Tensor, ...] = ()
+    if case.packed:
+        ends = tuple(torch.tensor([0, *lengths]).cumsum(0).int() for lengths in zip(*case.lengths))
+    return Whole(tensors, ends, {name: _option(name, value, dtype) for name, value in case.options.items()})
+
+
+def _option(name: str, value: Any, dtype: torch.dtype) -> Any:
+    if name == "window" or not isinstance(value, tuple):
+        return value
+    if name == "attn_mask":
+        return torch.rand(value) < 0.7
+    tensor = (torch.rand if name == "alibi_slopes" else torch.randn)(value, dtype=torch.float64)
+    return tensor.to(dtype).requires_grad_() if name in DIFFERENTIABLE else tensor.to(dtype)
+
+
+def layouts_of(kind: str, case: Case, ranks: int) -> list[Layout]:
+    """Of queries and of keys."""
+    made = []
+    for length in case.rows:
+        if kind == "uneven":  # ranges of random lengths on random ranks, of which some may have none
+            ends = sorted([0, length, *torch.randint(length + 1, (3 * ranks,)).tolist()])
+            owners = torch.randint(ranks, (len(ends),)).tolist()
+            ranges = [[r for r, owner in zip(zip(ends, ends[1:]), owners) if owner == rank] for rank in range(ranks)]
+            made.append(Layout(length, tuple(map(tuple, ranges))))
+        else:
+            made.append(getattr(Layout, kind)(length, ranks))
+    return made
+
+
+def own_rows(tensor: Tensor, layout: Layout, dim: int) -> Tensor:
+    return tensor.index_select(dim, layout.positions(dist.get_rank()))
+
+
+class Check:
+    """One call, forward and backward, on this rank and on one rank."""
+
+    def __init__(self, case: Case, kind: str, dtype: torch.dtype = torch.float64, layouts: Any = None) -> None:
+        self.case = case
+        self.whole = draw(case, dtype)
+        self.layouts = layouts or layouts_of(kind, case, dist.get_world_size())
+        self.row_dim = 0 if case.packed else 1
+        self.of_tensors = [self.layouts[0], self.layouts[1], self.layouts[1]]
+        self.own = [
+            own_rows(tensor, layout, self.row_dim).detach().requires_grad_()
+            for tensor, layout in zip(self.whole.tensors, self.of_tensors)
+        ]
+        self.options = {name: self._own_option(name, value) for name, value in self.whole.options.items()}
+        self.names = [name for name in DIFFERENTIABLE if name in self.options]
+
+    def _has_rows(self, name: str, tensor: Tensor) -> bool:
+        rows = name in ("attn_bias", "attn_mask") and not self.case.packed and tensor.dim() > 1
+        return rows and tensor.shape[-2] > 1
+
+    def _own_option(self, name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        own = (own_rows(value, self.layouts[0], -2) if self._has_rows(name, value) else value).detach()
+        return own.requires_grad_() if name in DIFFERENTIABLE else own
+
+    def call(self, function: Callable[..., Any], **arguments: Any) -> tuple[Tensor, Tensor]:
+        given: Any = {"layout": self.layouts[0], "key_layout": self.layouts[1], "return_lse": True, **self.options}
+        result: tuple[Tensor, Tensor] = function(*self.own, *self.whole.ends, **given | arguments)
+        return result
+
+    def run(self, function: Callable[..., Any], bound: float = EXACT, **arguments: Any) -> None:
+        results, expected = self.call(function, **arguments), self.whole.attend()
+        weights = [torch.randn_like(tensor) for tensor in expected]
+        own_weights = [own_rows(weights[0], self.layouts[0], self.row_dim), own_rows(weights[1], self.layouts[0], -1)]
+        leaves = [*self.whole.tensors, *(self.whole.options[name] for name in self.names)]
+        own_leaves = [*self.own, *(self.options[name] for name in self.names)]
+        grads = torch.autograd.grad(loss_of(expected, weights), leaves)
+        own_grads = torch.autograd.grad(loss_of(results, own_weights), own_leaves)
+        self.compare("out", results[0], own_rows(expected[0], self.layouts[0], self.row_dim), bound)
+        self.compare("lse", results[1], own_rows(expected[1], self.layouts[0], -1), bound)
+        for name, actual, wanted, layout in zip("qkv", own_grads, grads, self.of_tensors):
+            self.compare(f"gradient of {name}", actual, own_rows(wanted, layout, self.row_dim), bound)
+        for name, actual, wanted in zip(self.names, own_grads[3:], grads[3:]):
+            if self._has_rows(name, wanted):
+                self.compare(f"gradient of {name}", actual, own_rows(wanted, self.layouts[0], -2), bound)
+            else:
+                total = actual.clone()
+                dist.all_reduce(total)
+                self.compare(f"gradient of {name}", total, wanted, bound)
+
+    @staticmethod
+    def compare(what: str, actual: Tensor, wanted: Tensor, bound: float) -> None:
+        finite = wanted[wanted.isfinite()]
+        largest = float(finite.abs().max()) if finite.numel() else 0.0
+        torch.testing.assert_close(
+            actual, wanted, rtol=bound, atol=bound * largest, msg=lambda text: f"{what}, rank {dist.get_rank()}: {text}"
+        )
+
+
+def loss_of(results: tuple[Tensor, Tensor], weights: list[Tensor]) -> Tensor:
+    """Rows without keys have an lse of -inf, and no gradient."""
+    out, lse = results
+    return (out * weights[0]).sum() + (torch.where(lse.isfinite(), lse, 0.0) * weights[1]).sum()
