@@ -48,7 +48,7 @@ class _KeptWeights:
             return of.of_weight(weight, transposed=transposed)
         version = None if weight.is_inference() else weight._version
         storage = StorageWeakRef(weight.untyped_storage())
-        place = storage, weight.storage_offset(), weight.shape, weight.stride(), weight.dtype
+        place = storage, int(weight.storage_offset()), weight.shape, weight.stride(), weight.dtype
         found = self._kept.get(place)
         if found is None or found[0] != version:
             self._drop_expired()
