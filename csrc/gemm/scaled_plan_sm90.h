@@ -165,7 +165,7 @@ inline ScaledChoice choose_scaled_plan(const ScaledGemmParams& params, const rt:
       const int items = checked_count(products * splits * plan.items(), "work items");
       plan.clusters = int(ceil_div(items, ceil_div(items, std::max(1, device.num_sms / plan.cluster))));
       plan.cycles = estimate_scaled(params, plan, rates).total;
-      if (found && plan.cycles >= choice.plan.cycles) continue;
+      if (found && plan.cycles > choice.plan.cycles) continue;  // of equal ones the later, which has more stages
       found = true;
       choice.plan = plan;
     }
