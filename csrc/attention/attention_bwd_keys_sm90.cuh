@@ -121,7 +121,7 @@ DEVICE void make_probs_with_options(const AttentionBackwardParams& p, const Back
   using Scores = typename Kernel::Scores;
   const int first_query = tile.index * Kernel::kBlockM, thread = Kernel::thread();
   const BackwardTask::Keys keys = load_struct(shared.task.keys);
-  const OptionsStep options(p, plan, load_struct(shared.task.queries), keys.visible, tile.head);
+  const OptionsStep options(p, load_struct(shared.task.queries), keys.visible, tile.head);
 #pragma unroll
   for (int n = 0; n < Scores::kColumnTiles; ++n) {
     const int column = Scores::column(thread) + Scores::column_step(n);

@@ -136,7 +136,7 @@ DEVICE void softmax_gradient(const AttentionBackwardParams& p, const BackwardPla
     apply_bits<Scores>(s, row_bits<Kernel, Scores>(p, task, step, thread), plan.modifies ? kHiddenScore : -INFINITY);
     if (plan.modifies) {
       const TilePosition position = load_struct(task.position);
-      const OptionsStep options(p, plan, {position.batch, position.q_begin, rows.count, 0}, visible, rows.first_head);
+      const OptionsStep options(p, {position.batch, position.q_begin, rows.count, 0}, visible, rows.first_head);
       between();
       arch::wgmma_wait<0>(registers_of(grad));
       if (plan.dropout.drop_below > 0)

@@ -194,7 +194,7 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     apply_block_mask<Kernel>(s, p, plan, shared.task, step);
     if (modifies<Kernel>(plan)) {
       if constexpr (Kernel::kWithOptions) {
-        const OptionsStep options(p, plan, load_struct(shared.task.queries), keys.visible, step.head);
+        const OptionsStep options(p, load_struct(shared.task.queries), keys.visible, step.head);
         softmax_gradient_with_options<Kernel>(s, grad, p, plan, keys.visible, options, shared.minus_lse,
                                               shared.minus_delta, keys.first, first_query, is_masked);
       }

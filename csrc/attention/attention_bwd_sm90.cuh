@@ -173,7 +173,7 @@ DEVICE void softmax_gradient(const AttentionBackwardParams& p, const BackwardPla
   if constexpr (Kernel::kWithOptions) {
     if (plan.modifies) {
       await_products();
-      const OptionsStep options(p, plan, load_struct(shared.task.queries), keys.visible, at.head);
+      const OptionsStep options(p, load_struct(shared.task.queries), keys.visible, at.head);
       softmax_gradient_with_options<Kernel>(s, grad, p, plan, keys.visible, options, shared.minus_lse[stage],
                                             shared.minus_delta[stage], keys.first, first_query, is_masked);
       return;

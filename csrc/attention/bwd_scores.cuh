@@ -265,9 +265,9 @@ struct OptionsStep {
   int q_len;
   int64_t bias, grad_bias;  // offsets of the head's first elements
 
-  DEVICE OptionsStep(const AttentionBackwardParams& p, const BackwardPlan& plan, const BackwardTask::Queries& queries,
-                     const Visibility& visible, int head)
-      : first_number(plan.dropout.number(queries.batch, head, queries.begin)),
+  DEVICE OptionsStep(const AttentionBackwardParams& p, const BackwardTask::Queries& queries, const Visibility& visible,
+                     int head)
+      : first_number(first_dropout_row(p, queries.begin, queries.batch, head)),
         q_len(queries.count),
         bias(bias_offset(p.bias_strides, queries.batch, head, 0, visible.k_len - q_len)),
         grad_bias(bias_offset(p.grad_bias_strides, queries.batch, head, 0, visible.k_len - q_len) +

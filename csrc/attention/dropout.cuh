@@ -16,13 +16,9 @@ DEVICE void store_rng(uint64_t* to, const RngState& state) {
 
 struct Dropout {
   RngSource rng;
-  DropoutCounters counters;
+  int64_t row_groups;   // counters per row: one for 4 keys
+  int64_t first_group;  // the counter of row 0 and key 0
   uint32_t drop_below;  // drops random words below this; 0: no dropout
-
-  // The number of a row of a head: `row` of the packed tensor or, of a batch, of the sequence.
-  DEVICE int64_t number(int batch, int head, int row) const {
-    return batch * counters.batch_rows + head * counters.head_rows + row;
-  }
 
   // Sets dropped probs to 0; the others are not scaled. s: (row_tiles, key_tiles) outputs of mma, whose first key,
   // `first_key`, is a multiple of 4; number_of(m, half): the number of this thread's row.
@@ -33,11 +29,11 @@ struct Dropout {
   DEVICE void drop(float (&s)[row_tiles][key_tiles][4], const Number& number_of, int first_key) const {
     const int lane = arch::opaque_thread_index() % 4;
     const bool odd = lane % 2 == 1;
-    const int64_t group = counters.first + (first_key / 4 + lane / 2);
+    const int64_t group = first_group + (first_key / 4 + lane / 2);
     const RngState state = load_rng(rng);
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m) {
-      const uint64_t counter = uint64_t(number_of(m, lane % 2)) * uint64_t(counters.of_row) + uint64_t(group);
+      const uint64_t counter = uint64_t(number_of(m, lane % 2)) * uint64_t(row_groups) + uint64_t(group);
 #pragma unroll
       for (int n = 0; n < key_tiles; ++n) {
         uint32_t words[4];
@@ -63,8 +59,8 @@ struct Dropout {
     const bool odd = lane % 2 == 1, high = lane / 2 == 1;
     const RngState state = load_rng(rng);
     uint32_t words[4];
-    const int64_t group = counters.first + (key / 4 + lane / 2 * 2);
-    arch::philox(state, uint64_t(first_number + lane % 2) * uint64_t(counters.of_row) + uint64_t(group), words);
+    const int64_t group = first_group + (key / 4 + lane / 2 * 2);
+    arch::philox(state, uint64_t(first_number + lane % 2) * uint64_t(row_groups) + uint64_t(group), words);
     uint32_t exchanged[4];
 #pragma unroll
     for (int k = 0; k < 4; k += 2) {
@@ -82,7 +78,7 @@ struct Dropout {
 };
 
 inline Dropout dropout_of(const AttentionParams& p) {
-  return {p.rng, p.dropout_counters, uint32_t(p.dropout_p * 4294967296.0)};
+  return {p.rng, p.dropout_counters.of_row, p.dropout_counters.first, uint32_t(p.dropout_p * 4294967296.0)};
 }
 
 }  // namespace cuda_ext::attention

@@ -17,6 +17,13 @@ DEVICE int64_t lse_row(const AttentionParams& p, const Sequence& s, int batch, i
   return first_lse_row(p, s.q_begin, batch, head) + query;
 }
 
+// The number of a head's first row for dropout. With a branch, because sums of products by `heads` and `rows` of zero
+// for what is absent take more registers.
+DEVICE int64_t first_dropout_row(const AttentionParams& p, int q_begin, int batch, int head) {
+  const DropoutCounters& of = p.dropout_counters;
+  return p.cu_seqlens_q != nullptr ? head * of.rows + q_begin : (batch * of.heads + head) * of.rows;
+}
+
 template <class T>
 DEVICE T* row_of(const HeadsView& view, int batch, int64_t row, int head) {
   return static_cast<T*>(view.data) + batch * view.batch_stride + row * view.seq_stride + head * view.head_stride;

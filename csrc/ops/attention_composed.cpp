@@ -137,9 +137,9 @@ Tensor keep_mask(const Dense& d, double dropout_p) {
   const int64_t batch = d.query.size(0), heads = d.query.size(1), keys = d.key.size(2);
   const auto numbers = d.dropout.rng_state.options();
   const DropoutCounters& counters = d.dropout.counters;
-  const Tensor row = at::arange(batch, numbers).view({batch, 1, 1, 1}) * counters.batch_rows +
-                     at::arange(heads, numbers).view({heads, 1, 1}) * counters.head_rows +
-                     at::arange(d.query.size(2), numbers).unsqueeze(1) + d.dropout.first_row;
+  const Tensor head = at::arange(batch, numbers).view({batch, 1, 1, 1}) * counters.heads +
+                      at::arange(heads, numbers).view({heads, 1, 1});
+  const Tensor row = head * counters.rows + at::arange(d.query.size(2), numbers).unsqueeze(1) + d.dropout.first_row;
   // Four keys share a counter.
   const Tensor counter = row * counters.of_row + at::arange((keys + 3) / 4, numbers) + counters.first;
   const Tensor words = at::stack(philox_words(d.dropout.rng_state, counter), -1).flatten(-2).narrow(-1, 0, keys);

@@ -107,8 +107,8 @@ double scale_of(const AttentionOptions& o, const AttentionShape& shape) {
 DropoutCounters dropout_counters(const AttentionOptions& o, int64_t heads, int64_t rows, int64_t longest_k) {
   const DropoutPlace place = dropout_place_of(o, heads, rows, longest_k);
   const int64_t of_row = (place.keys + 3) / 4;
-  return {.batch_rows = o.is_varlen() ? 0 : place.heads * place.rows,
-          .head_rows = place.rows,
+  return {.heads = place.heads,
+          .rows = place.rows,
           .of_row = of_row,
           .first = (place.first_head * place.rows + place.first_row) * of_row + place.first_key / 4};
 }

@@ -230,7 +230,7 @@ struct HeadContext {
                   : static_cast<const T*>(params.alibi_slopes)[b * params.alibi_batch_stride + h]),
         diagonal(s.k_len - s.q_len),
         first_row(cpu::CUDA_EXT_ISA::first_row(params, s, b, h)),
-        first_number(b * params.dropout_counters.batch_rows + h * params.dropout_counters.head_rows + s.q_begin),
+        first_number(first_dropout_row(params, s, b, h)),
         batch(b),
         index(h) {}
 
