@@ -123,8 +123,15 @@ class Check:
         result: tuple[Tensor, Tensor] = function(*self.own, *self.whole.ends, **given | arguments)
         return result
 
-    def run(self, function: Callable[..., Any], bound: float = EXACT, **arguments: Any) -> None:
-        results, expected = self.call(function, **arguments), self.whole.attend()
+    def run(
+        self, function: Callable[..., Any], bound: float = EXACT, same_state: bool = False, **arguments: Any
+    ) -> None:
+        """same_state: the call on one rank begins with the random state that this rank's has begun with."""
+        state = torch.get_rng_state()
+        results = self.call(function, **arguments)
+        if same_state:
+            torch.set_rng_state(state)
+        expected = self.whole.attend()
         weights = [torch.randn_like(tensor) for tensor in expected]
         own_weights = [own_rows(weights[0], self.layouts[0], self.row_dim), own_rows(weights[1], self.layouts[0], -1)]
         leaves = [*self.whole.tensors, *(self.whole.options[name] for name in self.names)]

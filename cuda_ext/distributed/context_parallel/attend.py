@@ -108,8 +108,6 @@ class Call:
             "block_mask": None if part.mask is None else mask_of_heads(part.mask, heads.queries),
             "dropout_p": self.dropout.probability if self.dropout else 0.0,
         }
-        if self.dropout:
-            options["dropout_place"] = self._place(self.dropout, part, heads)
         ends: list[Tensor | None] = [None, None]
         if len(part.segments) > 1:
             lengths = [
@@ -119,6 +117,8 @@ class Call:
             ends = [_ends(of_segments, tensors.query.device) for of_segments in lengths]
             options["max_seqlen_q"], options["max_seqlen_k"] = map(max, lengths)
         op_tensors, scalars = op_arguments(self.op, options)
+        if self.dropout:
+            scalars["dropout_place"] = self._place(self.dropout, part, heads)
         return [*ends, *op_tensors], scalars
 
     def _place(self, dropout: Dropout, part: Part, heads: Heads) -> list[int]:

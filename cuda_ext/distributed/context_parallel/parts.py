@@ -150,11 +150,11 @@ def _segments(problem: Problem, rows: Range, keys: Range, *, whole_rows: bool) -
         # A call of whole documents visits adjacent keys, so no key is left out at the begin of one.
         if left is not None and not (whole_rows and begin == document.queries[0]):
             low = max(low, begin + diagonal - left)
-        if problem.aligned:
-            low -= (low - document.keys[0]) % DROPOUT_GROUP
         if right is not None:
             high = min(high, end + diagonal + right)
         if begin < end and low < high:
+            if problem.aligned:  # not before a rank's first key, see `Call.from_all`
+                low -= (low - document.keys[0]) % DROPOUT_GROUP
             yield Segment((begin, end), (low, high), number, high - end - diagonal)
         elif whole_rows:
             yield Segment((begin, end), (low, low), number, 0)

@@ -338,7 +338,7 @@ class _Run:
             )
         if options.dropout_p > 0:
             longest = options.longest_key or self._longest()[1]
-            state = ops._attention_rng_state(self.request.query)
+            state = ops.draw_attention_rng(self.device)
             dropout = Dropout(options.dropout_p, state, heads[0], heads[1], longest)
         call = Call(
             self.op,
