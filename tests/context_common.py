@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cuda_ext import flash_attention, flash_attention_varlen
 from cuda_ext.distributed.context_parallel import Layout
+from cuda_ext.distributed.context_parallel.exchange import Exchange
 
 DIFFERENTIABLE = ("sinks", "attn_bias", "relative_bias")
 EXACT = 1e-12  # relative to the largest element, in float64
@@ -161,3 +163,23 @@ def loss_of(results: tuple[Tensor, Tensor], weights: list[Tensor]) -> Tensor:
     """Rows without keys have an lse of -inf, and no gradient."""
     out, lse = results
     return (out * weights[0]).sum() + (torch.where(lse.isfinite(), lse, 0.0) * weights[1]).sum()
+
+
+class Bytes:
+    """Counts the bytes that exchanges of this rank send to other ranks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sent = 0
+        all_to_all, gather = Exchange._all_to_all, Exchange._gather
+
+        def counted(exchange: Exchange, rows: Tensor, to: list[int], of: list[int]) -> Any:
+            self.sent += (sum(to) - to[exchange.rank]) * rows[:1].numel() * rows.element_size()
+            return all_to_all(exchange, rows, to, of)
+
+        def gathered(exchange: Exchange, rows: Tensor) -> Any:
+            most = max(map(exchange._layout.rows, range(exchange.ranks)))  # shorter shards are padded
+            self.sent += (exchange.ranks - 1) * most * rows[:1].numel() * rows.element_size()
+            return gather(exchange, rows)
+
+        monkeypatch.setattr(Exchange, "_all_to_all", counted)
+        monkeypatch.setattr(Exchange, "_gather", gathered)

@@ -7,10 +7,14 @@ from cuda_ext.distributed.context_parallel.attention import (
     ulysses_attention_varlen,
 )
 from cuda_ext.distributed.context_parallel.layout import Layout
+from cuda_ext.distributed.context_parallel.plan import ContextPlan, MethodPlan, plan_context
 from cuda_ext.distributed.context_parallel.sequence import positions, shard_sequence, unshard_sequence
 
 __all__ = [
+    "ContextPlan",
     "Layout",
+    "MethodPlan",
+    "plan_context",
     "positions",
     "ring_attention",
     "ring_attention_varlen",
