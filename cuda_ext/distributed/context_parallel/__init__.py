@@ -8,9 +8,11 @@ from cuda_ext.distributed.context_parallel.attention import (
 )
 from cuda_ext.distributed.context_parallel.layout import Layout
 from cuda_ext.distributed.context_parallel.sequence import positions, shard_sequence, unshard_sequence
+from cuda_ext.distributed.context_parallel.sharding import context_parallel
 
 __all__ = [
     "Layout",
+    "context_parallel",
     "positions",
     "ring_attention",
     "ring_attention_varlen",
