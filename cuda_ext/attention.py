@@ -4,16 +4,19 @@ The method is FlashAttention (Dao et al., arXiv 2205.14135) with the online soft
 1805.02867). The CPU kernels hold one block of logits per thread and sum gradients in a fixed order, so results repeat
 bit for bit.
 
-DTensors are split by batch and by heads, without dropout; other placements are gathered first.
+DTensors are split by batch, by heads and, once `cuda_ext.distributed.context_parallel` is imported, by the sequence of
+query, key and value, without dropout; other placements are gathered first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
+from cuda_ext import _sequence_sharding
 from cuda_ext._attention_options import Options, VarlenOptions, Window, op_arguments
 from cuda_ext._load import calls, ops
 from cuda_ext._relative_bias import bias_arguments
@@ -160,12 +163,18 @@ def flash_attention(
         }
         if is_nested:
             return _jagged_attention(query, key, value, return_lse, options)
-        out, lse = _call("flash_attention", attention_op, query, key, value, **options)
+        pair = None if type(query) is Tensor else _split_attention(query, key, value, options)
+        if pair is None:
+            pair = _call("flash_attention", attention_op, query, key, value, **options)
     else:
-        pair: Any = NotImplemented
+        pair = NotImplemented
         if not _is_compiling():
             pair = calls.flash_attention(query, key, value, *_NO_TENSORS, causal, *_NO_NUMBERS)
-        out, lse = attention_op(query, key, value, causal=causal) if pair is NotImplemented else pair
+        if pair is NotImplemented:
+            pair = _split_attention(query, key, value, {"causal": causal})
+            if pair is None:
+                pair = attention_op(query, key, value, causal=causal)
+    out, lse = pair
     return (out, lse) if return_lse else out
 
 
@@ -278,6 +287,14 @@ def flash_attention_varlen(
         deterministic=deterministic,
     )
     return (out, lse) if return_lse else out
+
+
+def _split_attention(
+    query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]
+) -> tuple[Tensor, Tensor] | None:
+    """Of DTensors whose sequence is split; None for all else."""
+    function = _sequence_sharding.attention_of_dtensors
+    return None if function is None else function(query, key, value, options)
 
 
 def _call(name: str, op: Any, query: Tensor, *more: Tensor, **options: Unpack[VarlenOptions]) -> tuple[Tensor, Tensor]:

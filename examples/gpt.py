@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from report import UserError
 from torch import Tensor, nn
@@ -33,10 +34,12 @@ class GPTConfig:
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, context_group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.features, eps=1e-6)
-        self.attention = SelfAttention(config.features, config.heads, num_kv_heads=config.kv_heads)
+        self.attention = SelfAttention(
+            config.features, config.heads, num_kv_heads=config.kv_heads, context_group=context_group
+        )
         self.mlp_norm = nn.RMSNorm(config.features, eps=1e-6)
         self.mlp = GatedMLP(config.features, config.hidden_features)
 
@@ -55,12 +58,13 @@ def add(residual: Tensor, layer: nn.Module, input: Tensor, **options: Any) -> Te
 
 class GPT(nn.Module):
     """Maps bytes (B, S) int64 to logits of the next byte (B, S, 256) float32, or with ``targets`` (B, S) to the mean
-    loss in nats, a scalar. With ``cache``, which has one for each layer, the bytes follow those that it has."""
+    loss in nats, a scalar. With ``cache``, which has one for each layer, the bytes follow those that it has. With
+    ``context_group``, each rank of it has a part of the bytes."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, context_group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, config.features)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, context_group) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.features, eps=1e-6)
         self.head = nn.Linear(config.features, VOCABULARY, bias=False)
         self.reset_parameters(config.layers)

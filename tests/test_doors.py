@@ -1,4 +1,4 @@
-"""`cuda_ext.distributed` inside other people's trainers, and the programs of docs/distributed.md."""
+"""`cuda_ext.distributed` inside other people's trainers, and the programs of its pages of documentation."""
 
 from __future__ import annotations
 
@@ -226,10 +226,12 @@ def test_accelerate_with_the_wrapper() -> None:
         assert_trained(model.module, start, pairs)
 
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "distributed.md"
+DOCUMENTS = Path(__file__).resolve().parent.parent / "docs"
+PAGES = {"distributed": 19, "context_parallel": 6}  # programs of each
 PROGRAMS = {
     f"{section.partition(chr(10))[0]} {number}": program
-    for section in DOCUMENT.read_text().split("\n## ")
+    for page in PAGES
+    for section in (DOCUMENTS / f"{page}.md").read_text().split("\n## ")
     for number, program in enumerate(re.findall("```python\n(.*?)```", section, re.DOTALL))
 }
 
@@ -254,4 +256,4 @@ def test_programs_of_the_documentation(program: str) -> None:
 
 
 def test_the_documentation_has_programs() -> None:
-    assert len(PROGRAMS) == 19
+    assert len(PROGRAMS) == sum(PAGES.values())

@@ -246,6 +246,47 @@ def attention() -> None:
         flash_attention(**parts, dropout_p=0.5)
 
 
+ATTENTION: dict[str, tuple[int, ...]] = {"query": (2, 5, 8, 4), "key": (2, 7, 4, 4), "value": (2, 7, 4, 6)}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_split_sequences(size: int, workers: Any) -> None:
+    workers.run(size, __name__, "sequences", {})
+
+
+@on_ranks(2)
+def sequences() -> None:
+    """Rings, which give results in the placements of queries; other rules gather, and give whole results."""
+    import cuda_ext.distributed.context_parallel  # noqa: F401 makes flash_attention use rings
+    from cuda_ext import flash_attention
+
+    def call(**arguments: Any) -> Any:
+        return flash_attention(**arguments, causal=True, return_lse=True)
+
+    def masked(attn_bias: Any, **arguments: Any) -> Any:
+        return flash_attention(**arguments, attn_bias=attn_bias, attn_mask=attn_bias.detach() < 1, softcap=3.0)
+
+    by_rows = dict.fromkeys(ATTENTION, 1)
+    check(flash_attention, ATTENTION, by_rows, out="S(1)")  # uneven, and on 4 ranks one has no rows
+    check(flash_attention, ATTENTION, by_rows, out="S(1)", window=(2, 1))
+    check(call, {**ATTENTION, "sinks": (8,), "attn_bias": (2, 8, 5, 7)}, {**by_rows, "attn_bias": 2}, out="S(1)")
+    check(call, {**ATTENTION, "relative_bias": (8, 5), "attn_bias": (7,)}, by_rows, out="S(1)")
+    check(masked, {**ATTENTION, "attn_bias": (5, 1)}, by_rows, out="S(1)")
+    check(call, ATTENTION, {"query": 1, "key": 1}, out="R")
+    with pytest.raises(NotImplementedError, match=r"cuda_ext::flash_attention: expected dropout_p=0 for DTensors"):
+        parts = sharded({name: torch.randn(shape) for name, shape in ATTENTION.items()}, by_rows)
+        flash_attention(**parts, dropout_p=0.5)
+    if world_size() == 4:
+        for other in (0, 2):
+            places = dict.fromkeys(ATTENTION, other), by_rows
+            options = {"sinks": (8,), "attn_bias": (1, 8, 5, 7), "relative_bias": (8, 9)}
+            check(call, {**ATTENTION, **options}, *places, out=f"S({other}) S(1)")
+            check(call, {**ATTENTION, **options}, *reversed(places), out=f"S(1) S({other})")
+        check(call, ATTENTION, {}, by_rows, out="R S(1)")
+        check(call, ATTENTION, by_rows, by_rows)  # of two dims: gathered
+        check(call, {**ATTENTION, "key": (2, 7, 1, 4), "value": (2, 7, 1, 6)}, dict.fromkeys(ATTENTION, 2), by_rows)
+
+
 @pytest.mark.sampled
 def test_two_dimensions_of_a_mesh(workers: Any) -> None:
     workers.run(4, __name__, "two_dimensions", {})

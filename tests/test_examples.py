@@ -105,6 +105,15 @@ def test_fsdp2(tmp_path: Path) -> None:
     assert len(losses) == 3 and losses[-1] < losses[0]
 
 
+@on_ranks(4)
+def test_train_long(tmp_path: Path) -> None:
+    with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
+        losses = run("train_long", tmp_path, "--steps", "3", "--batch", "2", "--context", "24").losses
+    assert len(losses["4 ranks"]) == 3
+    if dist.get_rank() == 0:
+        assert_same_losses(losses["alone"], losses["4 ranks"])
+
+
 def test_embed_bert(tmp_path: Path) -> None:
     vectors = run("embed_bert", tmp_path, "--repeat", "1", "--times", "1")
     for name in ("sdpa", "cuda_ext"):

@@ -21,7 +21,7 @@ LAYERS = {
     "6 integrations": {"integrations": "public ops, rules, support"},
     "5 on the ops": {
         "compat": "public ops, support",
-        "nn": "public ops, support",
+        "nn": "distributed, public ops, support",
         "distributed": "prediction, bucketing, public ops, support",
         "prediction": "bucketing",
         "bucketing": "",

@@ -34,7 +34,9 @@ TITLES = {
     "amp_loop": "A plain loop: autocast, accumulation, checkpointing",
     "lightning_training": "Lightning",
     "fsdp2": "FSDP2 with bfloat16",
+    "train_long": "A small GPT on long windows that processes share",
 }
+PROCESSES = {"fsdp2": 2, "train_long": 4}  # of those that torchrun starts
 # Lines that say something about this machine or another library, not about the example.
 NOISE = (
     "Warning",
@@ -51,7 +53,9 @@ NOISE = (
 
 def command(name: str) -> list[str]:
     file = f"examples/{name}.py"
-    return ["torchrun", "--standalone", "--nproc-per-node", "2", file] if name == "fsdp2" else ["python", file]
+    if name not in PROCESSES:
+        return ["python", file]
+    return ["torchrun", "--standalone", "--nproc-per-node", str(PROCESSES[name]), file]
 
 
 def run(name: str, out: Path) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cuda_ext._attention_options import NumberOptions, Options
+from cuda_ext._sequence_sharding import SequenceSharding
 from cuda_ext._tables import KeptTables
 from cuda_ext.attention import flash_attention
 from cuda_ext.block_mask import BlockMask
@@ -18,7 +19,10 @@ from cuda_ext.nn.joint_weights import join_on_load
 from cuda_ext.nn.linear import Linear
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
+
+    from cuda_ext.distributed.context_parallel.layout import Layout
 
 
 class RotaryEmbedding(nn.Module):
@@ -34,7 +38,8 @@ class RotaryEmbedding(nn.Module):
         base: of the geometric series of wavelengths. Default 10000.
 
     Shape: input (B, S, H, D) -> the same, for positions 0 to S - 1. With ``cache``, the positions
-    of a sequence begin at the length that it has there.
+    of a sequence begin at the length that it has there. With ``positions``, int64 (S,) or (B, S), they are these, below
+    ``length``; without ``length`` the host reads them.
     """
 
     def __init__(self, head_dim: int, *, base: float = 10000.0) -> None:
@@ -53,15 +58,24 @@ class RotaryEmbedding(nn.Module):
         angles = positions[:, None, None] * self.base ** (-evens / self.head_dim)  # (length, 1, D / 2)
         return torch.cat([angles.cos(), angles.cos()], dim=-1), torch.cat([-angles.sin(), angles.sin()], dim=-1)
 
-    def forward(self, input: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        input: Tensor,
+        cache: LayerCache | None = None,
+        *,
+        positions: Tensor | None = None,
+        length: int | None = None,
+    ) -> Tensor:
         seqlen = input.shape[1]
-        longest = seqlen if cache is None else cache.capacity + seqlen
-        cos, sin = self._kept.get(self._tables, longest, input, torch.float32)
-        if cache is None:
-            cos, sin = cos[:seqlen], sin[:seqlen]
-        else:
+        if cache is not None:
+            length = cache.capacity + seqlen
             positions = cache.seqlens.unsqueeze(1) + torch.arange(seqlen, device=input.device)  # (B, S)
-            cos, sin = cos[positions], sin[positions]
+        elif positions is None:
+            length = seqlen
+        elif length is None:
+            length = int(positions.max()) + 1 if positions.numel() else 0
+        cos, sin = self._kept.get(self._tables, length, input, torch.float32)
+        cos, sin = (table[:seqlen] if positions is None else table[positions] for table in (cos, sin))
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         swapped = x.roll(self.head_dim // 2, dims=-1)
         return torch.addcmul(x * cos, swapped, sin).to(input.dtype)
@@ -84,6 +98,10 @@ class SelfAttention(nn.Module):
         sinks: whether every head has a learnable logit without a value, ``sinks`` (H,), starting at 0. Default False.
         dropout_p: the probability of dropping an attention weight in training, in [0, 1). Default 0.
         rotary_base: see `RotaryEmbedding`; None = no rotary embedding. Default 10000.
+        context_group: a `torch.distributed` process group whose ranks share the sequence: the input has this rank's
+            rows, see `cuda_ext.distributed.context_parallel`. Default None.
+        context_layout, context_method: which rows these are, and how ranks exchange keys, as the arguments ``layout``
+            and ``method`` of `context_parallel`. Default ``"zigzag"`` and ``"all_gather"``.
         device, dtype: of the parameters.
         options: ``window``, ``scale`` and the other numbers that change the scores, as in `cuda_ext.flash_attention`.
 
@@ -94,7 +112,8 @@ class SelfAttention(nn.Module):
     and ``relative_bias``, as `cuda_ext.flash_attention` takes them; ``block_mask``, a `cuda_ext.BlockMask` of (S, S),
     such as that of packed documents, whose rotary positions may count on through all of them. ``cache``, a layer of a
     `cuda_ext.nn.KeyValueCache`: for generation, without gradients; the keys of the input are appended to it, in place,
-    and the input attends to all keys that it has.
+    and the input attends to all keys that it has. With ``context_group``, S is the number of this rank's rows, but a
+    bias or mask has all keys, (B, H, S, keys); there is no cache.
 
     State dict: ``qkv_proj.weight`` ((H + 2 Hk) D, E), the rows of q, k, v in this order, and ``o_proj.weight``
     (E, H D), with ``.bias`` where there is one, and ``sinks``. The separate ``q_proj``, ``k_proj`` and ``v_proj`` of
@@ -115,6 +134,9 @@ class SelfAttention(nn.Module):
         sinks: bool = False,
         dropout_p: float = 0.0,
         rotary_base: float | None = 10000.0,
+        context_group: ProcessGroup | None = None,
+        context_layout: str | Layout = "zigzag",
+        context_method: str = "all_gather",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Unpack[NumberOptions],
@@ -142,7 +164,10 @@ class SelfAttention(nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.causal, self.dropout_p, self.options = causal, dropout_p, options
+        self.context: SequenceSharding | None = None
         self._check_options()
+        if context_group is not None:
+            self.context = _sharding(context_group, context_layout, context_method)
         self.qkv_proj = Linear(features, (num_heads + 2 * num_kv_heads) * head_dim, bias, **factory)
         self.o_proj = Linear(num_heads * head_dim, features, bias if out_bias is None else out_bias, **factory)
         self.rotary = None if rotary_base is None else RotaryEmbedding(head_dim, base=rotary_base)
@@ -163,18 +188,19 @@ class SelfAttention(nn.Module):
         block_mask: BlockMask | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
+        of_call: Options = {"attn_bias": attn_bias, "attn_mask": attn_mask, "relative_bias": relative_bias}
+        of_call["block_mask"] = block_mask
+        if cache is not None:
+            self._check_cached(of_call)
         qkv = self.qkv_proj(input).unflatten(-1, (-1, self.head_dim))  # (B, S, H + 2 Hk, D)
         query_key, value = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
         if self.rotary is not None:
-            query_key = self.rotary(query_key, cache)
+            query_key = self.rotary(query_key, cache, **self._positions(input))
         query, key = query_key.split([self.num_heads, self.num_kv_heads], dim=2)
-        of_call: Options = {"attn_bias": attn_bias, "attn_mask": attn_mask, "relative_bias": relative_bias}
-        of_call["block_mask"] = block_mask
         if cache is None:
             of_call["sinks"] = self.sinks
             out = self._attend(query, key, value, **of_call)
         else:
-            self._check_cached(of_call)
             out = self._attend_to_cache(query, key, value, cache)
         return self.o_proj(out.flatten(2), residual)
 
@@ -189,9 +215,25 @@ class SelfAttention(nn.Module):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, **tensors: Unpack[Options]) -> Tensor:
         dropout_p = self.dropout_p if self.training else 0.0
         options: Options = {"causal": self.causal, "dropout_p": dropout_p, **self.options, **tensors}
+        if self.context is not None:
+            out: Tensor = self.context.attention(query, key, value, **options)
+            return out
         return flash_attention(query, key, value, **options)
 
+    def _positions(self, input: Tensor) -> dict[str, Any]:
+        """Those of the input's rows, where ranks share the sequence."""
+        if self.context is None:
+            return {}
+        rows = input.shape[1]
+        positions = self.context.positions_of_rows(rows, input.device)
+        return {"positions": positions, "length": self.context.length_of_rows(rows)}
+
     def _check_cached(self, of_call: Options) -> None:
+        if self.context is not None:
+            raise RuntimeError(
+                "cuda_ext.nn.SelfAttention: expected no cache with context_group, got one; load the state dict into a "
+                "module without context_group to generate"
+            )
         given = [name for name, value in of_call.items() if value is not None]
         given += [f"dropout_p={self.dropout_p}"] * (self.training and self.dropout_p > 0)
         if given:
@@ -219,3 +261,9 @@ class SelfAttention(nn.Module):
         options = {**self.options, "dropout_p": self.dropout_p}
         given = {name: value for name, value in options.items() if value not in (None, 0.0)}
         return ", ".join(f"{name}={value}" for name, value in {**always, **given}.items())
+
+
+def _sharding(group: ProcessGroup, layout: str | Layout, method: str) -> SequenceSharding:
+    from cuda_ext.distributed.context_parallel.sharding import SequenceSharding
+
+    return SequenceSharding(group, layout=layout, method=method)

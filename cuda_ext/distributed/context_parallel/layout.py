@@ -127,12 +127,15 @@ class Layout:
         return Layout(self.length, tuple(parts))
 
 
-def layout_of(op: str, layout: str | Layout, ranks: int, length: int) -> Layout:
-    """The layout that a user names; ValueError if it is for other ranks or another length."""
+def layout_of(op: str, layout: str | Layout, ranks: int, length: int, heads: int = 1) -> Layout:
+    """The layout that a user names; ValueError if it is for other ranks or another length. heads: how many ranks
+    exchange heads, see `Layout.divided`."""
     if isinstance(layout, str):
         if layout not in NAMES:
             raise ValueError(f"{op}: expected layout {' or '.join(map(repr, NAMES))} or a Layout, got {layout!r}")
-        return Layout.zigzag(length, ranks) if layout == "zigzag" else Layout.contiguous(length, ranks)
+        make = Layout.zigzag if layout == "zigzag" else Layout.contiguous
+        found = make(length, ranks // heads)
+        return found if heads == 1 else found.divided(heads)
     if not isinstance(layout, Layout):
         raise TypeError(f"{op}: expected layout to be a name or a Layout, got {type(layout).__name__}")
     if layout.ranks != ranks:

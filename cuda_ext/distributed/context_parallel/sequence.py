@@ -39,7 +39,11 @@ def shard_sequence(
     """
     group = resolve_group(f"{_MODULE}.shard_sequence", group)
     found = layout_of(f"{_MODULE}.shard_sequence", layout, group.size(), tensor.shape[dim])
-    parts = [tensor.narrow(dim, first, end - first) for first, end in found.ranges[group.rank()]]
+    return own_rows(tensor, dim, found, group.rank())
+
+
+def own_rows(tensor: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:
+    parts = [tensor.narrow(dim, first, end - first) for first, end in layout.ranges[rank]]
     return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
 
 

@@ -18,8 +18,9 @@ from typing import Any
 
 from cuda_ext._switch import Enabled, Switch
 from cuda_ext.integrations.transformers.names import NAME, counter
+from cuda_ext.integrations.transformers.sharding import shard_batch
 
-__all__ = ["NAME", "calls", "disable", "enable"]
+__all__ = ["NAME", "calls", "disable", "enable", "shard_batch"]
 
 
 def enable() -> Enabled:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from cuda_ext import _sequence_sharding
 from cuda_ext._attention_options import NumberOptions
+from cuda_ext._sequence_sharding import SequenceSharding
 from cuda_ext.attention import (
     flash_attention_varlen,
     heads_first_op,
     mapped_where_masks_differ,
 )
 from cuda_ext.integrations.transformers.masks import Offsets, Pattern, visible_of
-from cuda_ext.integrations.transformers.names import NAME, counter
+from cuda_ext.integrations.transformers.names import NAME, counter, refuse
+from cuda_ext.integrations.transformers.sharding import check_positions
 
 __all__ = ["attention_forward"]
 
@@ -86,7 +89,8 @@ def attention_forward(
     if dropout:
         options["dropout_p"] = dropout
         query = mapped_where_masks_differ("flash_attention", query)
-    if attention_mask is None and position_bias is None and cu_seq_lens_q is None:
+    is_plain = attention_mask is None and position_bias is None and cu_seq_lens_q is None
+    if is_plain and _sequence_sharding.active is None:
         counter.served("flash_attention")
         if sliding_window is not None:
             options["window_left"] = options["window_right"] = sliding_window - 1
@@ -96,6 +100,14 @@ def attention_forward(
     hidden = _hidden(attention_mask, given, position_bias, query.dtype)
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         hidden = _varlen(hidden, cu_seq_lens_q, cu_seq_lens_k, module)
+    sharding = _sharding(attention_mask)
+    if sharding is not None:
+        if position_bias is not None:
+            advice = "in a block of context_parallel, expected no bias by position, which has this rank's keys alone"
+            refuse("position_bias", NotImplementedError, advice, module)
+        counter.served(hidden.form.replace("flash_attention", sharding.op))
+        ids = kwargs.get("position_ids")
+        return _run_shared(sharding, module, (query, key, value), hidden, ids, {"scale": scaling, **options}), None
     if hidden.length is not None and hidden.length < key.shape[2]:
         key, value = key[:, :, : hidden.length], value[:, :, : hidden.length]
         if hidden.bias is not None and hidden.bias.shape[-1] > hidden.length:
@@ -130,6 +142,41 @@ def _run(
     ).unflatten(0, (batch, q_length))
 
 
+@torch.compiler.disable
+def _run_shared(
+    sharding: SequenceSharding,
+    module: torch.nn.Module,
+    heads_first: tuple[Tensor, Tensor, Tensor],
+    hidden: _Hidden,
+    position_ids: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attention of a sequence whose rows ranks share."""
+    tensors = [tensor.transpose(1, 2) for tensor in heads_first]
+    batch, rows = tensors[0].shape[:2]
+    causal, window = hidden.pattern
+    options |= {"causal": causal, "window": window}
+    ends = hidden.offsets
+    if ends is not None and batch != 1:
+        refuse(f"packed sequences in {batch} rows", ValueError, "expected one row of tokens; flatten the batch", module)
+    if position_ids is not None:
+        check_positions(sharding, module, position_ids, rows, None if ends is None else ends.query)
+    out: Tensor
+    if ends is None:
+        out = sharding.attention(*tensors, attn_bias=hidden.bias, attn_mask=hidden.mask, **options)
+    else:
+        q, k, v = (tensor[0] for tensor in tensors)
+        out = sharding.attention_varlen(q, k, v, ends.query, ends.key, **options).unsqueeze(0)
+    return out
+
+
+def _sharding(mask: Tensor | None) -> SequenceSharding | None:
+    """How ranks share the sequence, from the mask if it knows."""
+    visible = None if mask is None or mask.dim() != 2 else visible_of(mask)
+    known = None if visible is None else visible.sharding
+    return _sequence_sharding.active if known is None else known
+
+
 class _Hidden(NamedTuple):
     """What hides keys, in the op's terms. `length`: only so many keys are valid. `form`: the name in `calls()`."""
 
@@ -156,7 +203,7 @@ def _hidden(mask: Tensor | None, given: Pattern, bias: Tensor | None, dtype: tor
         return _Hidden(everything, None, bias, None, None, "flash_attention: additive mask")
 
     visible = visible_of(mask)
-    pattern, hides, offsets = (given, True, None) if visible is None else visible
+    pattern, hides, offsets = (given, True, None) if visible is None else visible[:3]
     length = mask.shape[1]
     if not hides:
         return _Hidden(pattern, None, bias, None, length, "flash_attention")
@@ -172,12 +219,12 @@ def _hidden(mask: Tensor | None, given: Pattern, bias: Tensor | None, dtype: tor
 def _varlen(hidden: _Hidden, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor, module: torch.nn.Module) -> _Hidden:
     """The sequences that the caller gave, in place of those that were found in the position ids."""
     if hidden.bias is not None or not hidden.form.endswith(("flash_attention", "packed sequences")):
-        _refuse(
-            module,
+        refuse(
             "cu_seq_lens with a mask or bias",
             ValueError,
             "expected cu_seq_lens_q and cu_seq_lens_k without padding, without a 4-dimensional attention_mask and "
             "without position_bias; pass one or the other",
+            module,
         )
     offsets = Offsets(cu_seq_lens_q.int(), cu_seq_lens_k.int())
     return hidden._replace(mask=None, offsets=offsets, form="flash_attention_varlen: packed sequences")
@@ -195,9 +242,4 @@ def _check_keyword(module: torch.nn.Module, name: str, given: Any, options: dict
     elif given is not None and name in _PASSED_ON:
         options[name] = given
     elif given is not None:
-        _refuse(module, name, NotImplementedError, _REFUSED[name])
-
-
-def _refuse(module: torch.nn.Module, what: str, error: type[Exception], advice: str) -> NoReturn:
-    counter.refused(what)
-    raise error(f"attn_implementation={NAME!r}, {type(module).__name__}: {what}: {advice}")
+        refuse(name, NotImplementedError, _REFUSED[name], module)

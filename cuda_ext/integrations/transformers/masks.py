@@ -8,6 +8,8 @@ transformers calls it once per forward and kind of layer, and hands the result t
   keys (a static cache has more); with a causal or sliding-window pattern on top;
 - an integer tensor `(B, L)` for packed sequences: the number of each token's sequence, likewise;
 - a boolean tensor `(B, 1, Sq, Sk)`: everything. For what the op cannot express: chunks, blocks, custom functions.
+
+Where ranks share the sequence it is always a boolean tensor of two dims, see `_of_shared_sequence`.
 """
 
 from __future__ import annotations
@@ -28,6 +30,10 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.import_utils import is_tracing
+
+from cuda_ext import _sequence_sharding
+from cuda_ext._sequence_sharding import SequenceSharding
+from cuda_ext.integrations.transformers.names import refuse
 
 __all__ = ["Offsets", "Pattern", "Visible", "attention_mask", "visible_of"]
 
@@ -53,11 +59,13 @@ class Offsets(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """An attribute of a two-dimensional mask. `hides_keys`: the mask itself hides something."""
+    """An attribute of a two-dimensional mask. `hides_keys`: the mask itself hides something. `sharding`: how ranks
+    share the sequence; layers that backward computes again learn it here, also after the block has ended."""
 
     pattern: Pattern
     hides_keys: bool
     offsets: Offsets | None
+    sharding: SequenceSharding | None = None
 
 
 def visible_of(mask: Tensor) -> Visible | None:
@@ -65,8 +73,14 @@ def visible_of(mask: Tensor) -> Visible | None:
     return getattr(mask, "_cuda_ext_visible", None)
 
 
-def _with_visible(mask: Tensor, pattern: Pattern, hides_keys: bool, offsets: Offsets | None) -> Tensor:
-    mask._cuda_ext_visible = Visible(pattern, hides_keys, offsets)  # type: ignore[attr-defined]
+def _with_visible(
+    mask: Tensor,
+    pattern: Pattern,
+    hides_keys: bool,
+    offsets: Offsets | None,
+    sharding: SequenceSharding | None = None,
+) -> Tensor:
+    mask._cuda_ext_visible = Visible(pattern, hides_keys, offsets, sharding)  # type: ignore[attr-defined]
     return mask
 
 
@@ -122,6 +136,16 @@ def attention_mask(
     tracing = is_tracing(attention_mask)
     takes_short_masks = config is not None and _takes_short_masks(type(config))
     pattern = _pattern(mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip, config)
+    sharding = _sequence_sharding.active
+    if sharding is not None:
+        if pattern is None and mask_function.__name__ == "and_mask" and not use_vmap and not _has_chunks(config):
+            # Position ids that jump, as those of packed sequences and of this rank's rows.
+            pattern = Pattern(True, None if local_size is None else (local_size - 1, 0))
+        if q_length != kv_length or isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0:
+            what = f"{q_length} queries for {kv_length} keys (a cache, or cross-attention)"
+            refuse(what, NotImplementedError, f"{_IN_CONTEXT} keys of the queries' own rows; generate outside of it")
+        known = pattern if takes_short_masks else None
+        return _of_shared_sequence(sharding, batch_size, q_length, attention_mask, known, torch.device(device))
     if pattern is None:
         is_square = attention_mask is None and q_length == kv_length
         if takes_short_masks and is_square and not use_vmap and mask_function.__name__ == "and_mask":
@@ -166,7 +190,7 @@ def _pattern(
         if mask_function is causal_mask_function:
             return Pattern(True, None)
         # Chunks come with a local size, too, and the functions look alike.
-        if is_window and local_size is not None and getattr(config, "attention_chunk_size", None) is None:
+        if is_window and local_size is not None and not _has_chunks(config):
             return Pattern(True, (local_size - 1, 0))
     if bidirectional:
         if mask_function is bidirectional_mask_function:
@@ -174,6 +198,38 @@ def _pattern(
         if is_window and local_size is not None:
             return Pattern(False, (local_size, local_size))
     return None
+
+
+def _has_chunks(config: Any) -> bool:
+    return getattr(config, "attention_chunk_size", None) is not None
+
+
+_IN_CONTEXT = "in a block of context_parallel, expected"
+
+
+def _of_shared_sequence(
+    sharding: SequenceSharding,
+    batch_size: int,
+    rows: int,
+    attention_mask: Tensor | None,
+    pattern: Pattern | None,
+    device: torch.device,
+) -> Tensor:
+    """`(B, S)`, the keys of the whole sequence that take part, if there is padding; else True for each row. What is
+    packed is known to attention, which gets the position ids."""
+    if pattern is None:
+        what = "a mask of every pair (chunks, blocks, functions of the user, or a model that asks for one)"
+        refuse(what, NotImplementedError, f"{_IN_CONTEXT} models with causal and sliding-window layers alone")
+    keys = None if attention_mask is None else _keys_of_all(sharding, attention_mask)
+    mask = torch.ones((batch_size, rows), dtype=torch.bool, device=device) if keys is None else keys
+    return _with_visible(mask, pattern, keys is not None, None, sharding)
+
+
+@torch.compiler.disable
+def _keys_of_all(sharding: SequenceSharding, own: Tensor) -> Tensor | None:
+    """None if all take part."""
+    keys = sharding.unshard(own.to(torch.uint8)).bool()
+    return None if bool(keys.all()) else keys
 
 
 def _packed(
