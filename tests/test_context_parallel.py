@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from context_common import Case, Check
+from context_common import Case, Check, groups_of_two
 from ranks import on_ranks
 
 from cuda_ext.distributed import context_parallel as cp
@@ -125,14 +125,6 @@ def test_two_ranks() -> None:
 @on_ranks(3)
 def test_three_ranks() -> None:
     check_few_ranks()
-
-
-def groups_of_two() -> tuple[Any, Any]:
-    """Ring and heads, of four ranks: rank 2r + u is rank r of its ring, and u of those that exchange heads."""
-    rings = [dist.new_group([place, place + 2]) for place in (0, 1)]
-    heads = [dist.new_group([first, first + 1]) for first in (0, 2)]
-    rank = dist.get_rank()
-    return rings[rank % 2], heads[rank // 2]
 
 
 @pytest.mark.sampled(cases="every value")

@@ -18,7 +18,8 @@ EXPERTS = (32768, 32, 3072, 2048)
 
 
 def test_few_rows_of_fp8_take_little_longer_than_reading_the_weights() -> None:
-    for m, n, k, share in ((64, 8192, 8192, 0.8), (16, 8192, 8192, 0.8), (64, 4096, 14336, 0.65), (64, 2112, 7168, 0.3)):
+    sizes = (64, 8192, 8192, 0.8), (16, 8192, 8192, 0.8), (64, 4096, 14336, 0.65), (64, 2112, 7168, 0.3)
+    for m, n, k, share in sizes:
         p = predict_scaled(H200, m, n, k)
         assert (m * k + n * k + 2 * m * n) / H200.memory_bytes > share * p.time.seconds, (m, n, k, p)
 
