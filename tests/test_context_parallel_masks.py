@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from context_common import Case, Check, loss_of, own_rows
+from context_common import Case, Check, loss_of
 from ranks import on_ranks
 
 from cuda_ext import BlockMask, flash_attention
@@ -111,13 +111,9 @@ def test_dropout_is_that_of_one_rank(name: str) -> None:
     check = check_of("of batches and heads", "uneven", dropout_p=0.4)
     function = cp.ulysses_attention if name == "ulysses" else cp.ring_attention
     arguments = {"method": "p2p"} if name == "p2p" else {}
-    state = torch.get_rng_state()
-    expected = check.whole.attend()
-    torch.set_rng_state(state)
-    out, _ = check.call(function, **arguments)
-    check.compare("out", out, own_rows(expected[0], check.layouts[0], 1), 1e-12)
-    without = {**check.whole.options, "dropout_p": 0.0}
-    assert not torch.allclose(expected[0], flash_attention(*check.whole.tensors, **without))
+    check.run(function, same_state=True, **arguments)
+    without = flash_attention(*check.whole.tensors, **{**check.whole.options, "dropout_p": 0.0})
+    assert not torch.allclose(check.whole.attend()[0], without)
 
 
 @on_ranks(2)
