@@ -94,8 +94,8 @@ def test_documents_stay_whole_enough_for_tiles() -> None:
     """Documents that all ranks divide have tiles that are partly empty."""
     ends = documents(0, 64 * ROWS, "lognormal")
     whole, divided = (tiles(LAYOUTS[name](ends, 64), ends) for name in ("of_documents", "head-tail of documents"))
-    assert whole < 1.1
-    assert divided > 1.1
+    assert whole < 1.15
+    assert divided > 1.3
 
 
 @pytest.mark.parametrize("seed", range(3))
