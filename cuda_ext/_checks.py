@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cuda_ext._toolchain import NAMESPACE
 
@@ -40,6 +41,15 @@ def is_floating(dtype: torch.dtype) -> bool:
 def autocasts(device: torch.device) -> bool:
     """Whether autocast is enabled for ops on this kind of device. For that of meta, PyTorch raises an error."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def is_transformed() -> bool:
+    """Whether torch.func or forward mode differentiates what is computed now, so that operations have to be composed.
+
+    The names are PyTorch's own. Where one is missing, the answer is yes, which is right for any call.
+    """
+    functorch = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return functorch is None or functorch() or getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def check_floating(op: str, name: str, tensor: Tensor) -> None:

@@ -12,16 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cuda_ext._activations import ACTIVATIONS, NAMES, listed
-from cuda_ext._checks import autocasts, dtype_name, expected, shape_of
+from cuda_ext._checks import autocasts, dtype_name, expected, is_transformed, shape_of
 from cuda_ext._expert_parallel import check_share, on_their_ranks
 from cuda_ext._expert_products import both_of_groups, multiply_groups, row_alignment, sum_groups
 from cuda_ext._expert_routes import Routes, sort, sum_dtype
+from cuda_ext._fp8_recipes import EXPERTS_RECIPES
+from cuda_ext._fp8_weights import keeps
 from cuda_ext._gemm import gemm
 from cuda_ext._grouped_mm import grouped_mm
 from cuda_ext._load import ops
 from cuda_ext._rules.gemm_fakes import needs_preact
 from cuda_ext._slot_write import writes_to_slot
-from cuda_ext.fp8 import EXPERTS_RECIPES, keeps
 
 __all__ = ["Gate", "mixture_of_experts"]
 
@@ -89,7 +90,8 @@ def mixture_of_experts(
         RuntimeError: wrong shapes or dtypes, an unknown activation or recipe, second derivatives in FP8.
     """
     check_share(w_up, experts, group)
-    mlps = _Mlps(activation, gated, fp8, w_up, w_down, b_up, b_down)
+    keeps_fp8 = fp8 is not None and keeps(w_up) and keeps(w_down)
+    mlps = _Mlps(activation, gated, fp8, keeps_fp8, w_up, w_down, b_up, b_down)
     _check(input, expert_ids, expert_weights, mlps)
     if not autocasts(input.device):
         return _compute(mlps, input, expert_ids, expert_weights, experts, group)
@@ -109,16 +111,20 @@ class _Mlps(NamedTuple):
     activation: str | Gate | None
     gated: bool
     fp8: str | None
+    keeps_fp8: bool  # the matrices in FP8, if `cuda_ext.fp8.unchanged_weights` is entered
     w_up: Tensor
     w_down: Tensor
     b_up: Tensor | None
     b_down: Tensor | None
 
+    def options(self) -> tuple[Any, ...]:
+        return self.activation, self.gated, self.fp8, self.keeps_fp8
+
     def tensors(self) -> tuple[Any, ...]:
         return self.w_up, self.w_down, self.b_up, self.b_down
 
     def with_tensors(self, tensors: Sequence[Any]) -> _Mlps:
-        return _Mlps(self.activation, self.gated, self.fp8, *tensors)
+        return _Mlps(*self.options(), *tensors)
 
     def multiply(
         self,
@@ -135,7 +141,7 @@ class _Mlps(NamedTuple):
         itself; with `gathered` of ``rows[gathered]``, without a derivative. `quantized`: the rows in FP8, if they are
         converted already."""
         if self.fp8 is not None:
-            options: dict[str, Any] = {"transposed": transposed, "gathered": gathered}
+            options: dict[str, Any] = {"transposed": transposed, "gathered": gathered, "keeps": self.keeps_fp8}
             of_rows = rows if quantized is None else quantized
             return multiply_groups(of_rows, matrices, ends, bias, recipe=self.fp8, dtype=rows.dtype, **options)
         return grouped_mm(rows, matrices if transposed else matrices.mT, offs=ends, indices=gathered, bias=bias)
@@ -192,14 +198,14 @@ def _as_matrix(tensor: Tensor) -> Tensor:
 
 def _compute_here(mlps: _Mlps, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     routes = sort(ids, experts=len(mlps.w_up), alignment=row_alignment(mlps.fp8))
-    if callable(mlps.activation) or _is_transformed():
+    if callable(mlps.activation) or is_transformed():
         if mlps.fp8 is not None:
             raise _expected("fp8=None with a function as activation, forward mode or torch.func: FP8 has no derivative")
         return _compose(mlps, routes, tokens, weights)
     inputs = tokens, weights, *mlps.tensors()
     if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)):
         return _forward(mlps, routes, tokens, weights)[0]
-    return _Experts.apply((mlps.activation, mlps.gated, mlps.fp8), routes, tokens, weights, *mlps.tensors())
+    return _Experts.apply(mlps.options(), routes, tokens, weights, *mlps.tensors())
 
 
 def _compose(mlps: _Mlps, routes: Routes, tokens: Tensor, weights: Tensor) -> Tensor:
@@ -228,7 +234,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        options: tuple[str | None, bool, str | None],
+        options: tuple[str | None, bool, str | None, bool],
         routes: Routes,
         tokens: Tensor,
         weights: Tensor,
@@ -237,18 +243,14 @@ class _Experts(torch.autograd.Function):
         mlps = _Mlps(*options, *tensors)
         out, product = _forward(mlps, routes, tokens, weights, saves=True)
         ctx.options = options
-        # Quantised matrices are kept by parameter, which is not what a checkpoint gives back.
-        ctx.parameters = [t if mlps.fp8 is not None and keeps(t) else None for t in (mlps.w_up, mlps.w_down)]
         ctx.save_for_backward(*routes, tokens, weights, *tensors, product)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *saved, product = ctx.saved_tensors
-        routes, (tokens, weights, w_up, w_down, b_up, b_down) = Routes(*saved[:3]), saved[3:]
-        w_up, w_down = (t if kept is None else kept for t, kept in zip((w_up, w_down), ctx.parameters, strict=True))
-        activation, gated, fp8 = ctx.options
-        mlps, needed = _Mlps(activation, gated, fp8, w_up, w_down, b_up, b_down), ctx.needs_input_grad[2:]
+        routes, (tokens, weights, *tensors) = Routes(*saved[:3]), saved[3:]
+        mlps, needed = _Mlps(*ctx.options, *tensors), ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():  # gradients of gradients
             if mlps.fp8 is not None:
                 raise _expected("fp8=None for second derivatives: FP8 has none")
@@ -343,17 +345,8 @@ def _sums(rows: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
     return grouped_mm(left, rows, offs=ends).squeeze(1)
 
 
-def _is_transformed() -> bool:
-    """Whether torch.func or forward mode differentiates what is computed now, so that operations have to be composed.
-
-    The names are PyTorch's own. Where one is missing, the answer is yes, which is right for any call.
-    """
-    functorch = getattr(torch._C, "_are_functorch_transforms_active", None)
-    return functorch is None or functorch() or getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
-
-
 def _check(input: Tensor, expert_ids: Tensor, expert_weights: Tensor, mlps: _Mlps) -> None:
-    activation, gated, fp8, w_up, w_down, b_up, b_down = mlps
+    activation, gated, fp8, _, w_up, w_down, b_up, b_down = mlps
     if fp8 not in (None, *EXPERTS_RECIPES):
         raise _expected(f"fp8 None or {' or '.join(map(repr, EXPERTS_RECIPES))}, recipes of experts, got {fp8!r}")
     if fp8 is not None and input.dtype == torch.float64:

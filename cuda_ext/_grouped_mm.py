@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext._checks import shape_of
+from cuda_ext._checks import dtype_name, expected, shape_of
 from cuda_ext._gemm import gemm
 from cuda_ext._load import ops
 from cuda_ext._toolchain import NAMESPACE
@@ -89,6 +89,7 @@ def grouped_mm(
         if offs is not None or indices is not None:
             name = "indices" if offs is None else "offs"
             raise RuntimeError(f"{_NAME}: expected no {name} for matrices of all groups, got {sizes}")
+        _check_bmm(mat_a, mat_b, bias, gated)
         if gated:
             return _gated_bmm(mat_a, mat_b, bias, epilogue)
         c = None if bias is None else bias.unsqueeze(1)
@@ -101,6 +102,21 @@ def grouped_mm(
             raise RuntimeError(f"{_NAME}: expected {refused} where the groups cut columns, {sizes}")
         return _grouped_mm(mat_b.t(), mat_a.mT, offs, None, indices, **epilogue).t()
     return _grouped_mm(mat_a, mat_b, offs, bias, indices, **epilogue)
+
+
+def _check_bmm(mat_a: Tensor, mat_b: Tensor, bias: Tensor | None, gated: bool) -> None:
+    """Here, because the ops that compute it have other operands."""
+    (groups, _, k), columns = mat_a.shape, mat_b.shape[2]
+    if mat_b.shape[:2] != (groups, k) or (gated and columns % 2 != 0):
+        wanted = f"({groups}, {k}, {'2N), the columns of the gate first,' if gated else 'N)'}"
+        raise expected("grouped_mm", f"mat_b of shape {wanted} to match mat_a {shape_of(mat_a)}, got {shape_of(mat_b)}")
+    if mat_b.dtype != mat_a.dtype:
+        names = dtype_name(mat_a.dtype), dtype_name(mat_b.dtype)
+        raise expected(
+            "grouped_mm", f"mat_b of dtype {names[0]} to match mat_a, got {names[1]}; convert one with .to()"
+        )
+    if bias is not None and bias.shape != (groups, columns):
+        raise expected("grouped_mm", f"bias of shape ({groups}, {columns}), got {shape_of(bias)}")
 
 
 def _gated_bmm(mat_a: Tensor, mat_b: Tensor, bias: Tensor | None, epilogue: dict[str, Any]) -> Tensor:

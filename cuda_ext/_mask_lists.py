@@ -167,6 +167,29 @@ def transposed(entries: Entries) -> Entries:
     return Entries(grid.transposed(), line[order], column[order], entries.tile[order], tiles)
 
 
+def selected(entries: Entries, heads: slice, rows: Tensor, columns: Tensor) -> Entries:
+    """Some heads, rows and columns of blocks, numbered anew. rows, columns: ascending, at least one of each."""
+    grid = entries.grid
+    row_of, column_of = (
+        torch.full((count,), -1, device=kept.device).index_copy_(0, kept, torch.arange(len(kept), device=kept.device))
+        for count, kept in ((grid.rows, rows), (grid.columns, columns))
+    )
+    row, column = row_of[entries.line % grid.rows], column_of[entries.column]
+    batch, head = entries.line // grid.rows // grid.heads, entries.line // grid.rows % grid.heads
+    here = (row >= 0) & (column >= 0) & (head >= heads.start) & (head < heads.stop)
+    lengths = (
+        len(kept) * BLOCK - (count * BLOCK - length if int(kept[-1]) == count - 1 else 0)
+        for count, kept, length in ((grid.rows, rows, grid.queries), (grid.columns, columns, grid.keys))
+    )
+    small = Grid(grid.batch, heads.stop - heads.start, *lengths)
+    line = ((batch * small.heads + head - heads.start) * small.rows + row)[here]
+    tile = entries.tile[here]
+    used, numbers = torch.unique(tile[tile != FULL], return_inverse=True)
+    return Entries(
+        small, line, column[here], tile.masked_scatter(tile != FULL, numbers), entries.tiles.index_select(0, used)
+    )
+
+
 def lists_of(entries: Entries) -> Lists:
     grid, line = entries.grid, entries.line
     counts = torch.bincount(line, minlength=grid.lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -20,7 +21,7 @@ _SIZE = 640  # pixels of the longer side
 def draw(op: str, path: str | os.PathLike[str], states: Tensor, title: str) -> None:
     """states: int64 (Mq, Mk) of EMPTY, 0 for partial, and FULL"""
     if Path(path).suffix == ".svg":
-        Path(path).write_text(_svg(states.tolist(), title))
+        Path(path).write_text(svg(states.tolist(), title, _COLORS.__getitem__))
         return
     what = f"expected matplotlib to be installed for {Path(path).name}, got none"
     check(importlib.util.find_spec("matplotlib") is not None, op, f"{what}; install it, or draw into a file .svg")
@@ -35,8 +36,8 @@ def draw(op: str, path: str | os.PathLike[str], states: Tensor, title: str) -> N
     figure.savefig(path)
 
 
-def _svg(states: list[list[int]], title: str) -> str:
-    """A rectangle for each run of equal blocks in a row."""
+def svg(states: Sequence[Sequence[int]], title: str, color_of: Callable[[int], str]) -> str:
+    """A rectangle for each run of equal states in a row."""
     height, width = len(states), len(states[0])
     scale = _SIZE / max(height, width)
     lines = [
@@ -51,6 +52,6 @@ def _svg(states: list[list[int]], title: str) -> str:
             count = len(list(run))
             if state != EMPTY:
                 place = f'x="{column}" y="{row}" width="{count}" height="1"'
-                lines.append(f'<rect {place} fill="{_COLORS[state]}"/>')
+                lines.append(f'<rect {place} fill="{color_of(state)}"/>')
             column += count
     return "\n".join([*lines, "</svg>", ""])

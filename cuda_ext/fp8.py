@@ -23,28 +23,27 @@ Recipes:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.utils.weak import WeakIdKeyDictionary
 
-import cuda_ext._rules  # noqa: F401
 from cuda_ext._activations import ACTIVATIONS
+from cuda_ext._fp8_recipes import BY_NAME, EXPERTS_RECIPES, RECIPES, Quantized, checked_recipe
+from cuda_ext._fp8_weights import exports, keeps, multiply, unchanged_weights
 from cuda_ext._gathered_weights import GatheredWeight, gather, is_gathered, reason_not_to_gather
 from cuda_ext._load import ops
-from cuda_ext._rules.fp8_vmap import mapped_where_roundings_differ
-from cuda_ext._scaled_mm import scaled_mm, scaling_number
+from cuda_ext._quantize import quantize, quantize_both
 from cuda_ext._slot_write import writes_to_slot
 from cuda_ext._toolchain import NAMESPACE
 
 __all__ = [
+    "EXPERTS_RECIPES",
     "RECIPES",
     "Float8Linear",
     "Report",
@@ -58,221 +57,6 @@ __all__ = [
 ]
 
 
-def quantize(
-    input: Tensor,
-    scaling: str = "RowWise",
-    *,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    power_of_two: bool = False,
-    stochastic: bool = False,
-    activation: str | None = None,
-    gated: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Converts to FP8 with scales: ``input`` is about ``data * scales``.
-
-    A scale is the largest finite magnitude of its block over the largest number of the format (448, or 57344 of
-    float8_e5m2), at least 2**-126, and 1 for a block of zeros. An element is divided by it, as a product with its
-    reciprocal in float32, and rounded to nearest even, or with `stochastic` at random so that its mean is right;
-    infinities become the largest number, NaN stays NaN.
-
-    For a product that sums over the rows of a matrix, quantise its transpose: scales must not change along a sum.
-
-    Args:
-        input: ``(R, C)``, float32, float16 or bfloat16. A matrix that is contiguous along neither dim is copied.
-        scaling: ``"TensorWise"``, ``"RowWise"`` (default), ``"BlockWise1x128"`` or ``"BlockWise128x128"``, as
-            `cuda_ext.scaled_mm` reads them.
-        dtype: float8_e4m3fn (default) or float8_e5m2.
-        power_of_two: whether scales are rounded up to powers of two, so that they add no rounding error. Default False.
-        stochastic: whether an element between two numbers of the format becomes either of them, each with the
-            probability that is its nearness, to 2**-28 of the least number. Numbers of the format stay. The random
-            numbers are Philox4x32-10 of a seed and an offset that PyTorch's default generator of the device supplies,
-            so that `torch.manual_seed` determines them; they do not depend on strides, and CPUs and GPUs compute the
-            same of a seed and an offset. Default False; not with `activation` or `gated`.
-        activation: quantises ``activation(input)`` without that matrix in memory: it is computed in float32 and rounded
-            to the dtype of the input, so the result is that of quantising what `cuda_ext.linear` or `gated_linear`
-            would have stored. A name that `cuda_ext.gemm` takes, or None (default).
-        gated: ``input`` is ``(R, 2C)``, and ``activation(input[:, :C]) * input[:, C:]`` is quantised. Default False.
-
-    Returns:
-        ``data``, ``(R, C)``, with rows that begin at multiples of 16 bytes, and ``scales``, float32, as
-        `cuda_ext.scaled_mm` takes them for the left operand: ``(1, 1)``, ``(R, 1)``, ``(R, ceil(C / 128))`` or
-        ``(ceil(C / 128), ceil(R / 128))``. They have no gradient. For the right operand of a product pass ``data.t()``
-        and the same scales, which for ``"RowWise"`` may have either shape.
-
-    Raises:
-        RuntimeError: wrong shape, dtype or scaling.
-        NotImplementedError: `stochastic` for a DTensor: its ranks would draw numbers that differ between replicas, or
-            repeat between shards.
-    """
-    arguments = input, dtype, scaling_number(scaling), power_of_two
-    quantized: tuple[Tensor, Tensor] = _quantize(ops.quantize_fp8, arguments, stochastic, activation, gated)
-    return quantized
-
-
-def _quantize(packet: Any, arguments: tuple[Any, ...], stochastic: bool, activation: str | None, gated: bool) -> Any:
-    if activation is not None or gated:
-        if stochastic:
-            raise RuntimeError(
-                f"{NAMESPACE}::quantize_fp8: expected stochastic=False with an activation or a gate, got True; "
-                "quantise the matrix that cuda_ext.linear or gated_linear returns"
-            )
-        return packet.activation(*arguments, activation=activation, gated=gated)
-    if stochastic:
-        return packet.stochastic(mapped_where_roundings_differ(arguments[0]), *arguments[1:])
-    return packet.default(*arguments)
-
-
-def quantize_both(
-    input: Tensor,
-    scaling: str = "RowWise",
-    *,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    power_of_two: bool = False,
-    stochastic: bool = False,
-    activation: str | None = None,
-    gated: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize` of a matrix and of its transpose, each with its own scales, from one read of the matrix (two for
-    ``"TensorWise"`` and ``"RowWise"``, whose scales depend on more than a tile).
-
-    Args:
-        input, scaling, dtype, power_of_two, stochastic, activation, gated: as `quantize`. The transpose is rounded by
-            random numbers of its own.
-
-    Returns:
-        ``data``, ``(R, C)``, and its scales, then those of the transpose, ``(C, R)``.
-
-    Raises:
-        RuntimeError, NotImplementedError: as `quantize`.
-    """
-    arguments = input, dtype, scaling_number(scaling), power_of_two
-    both: tuple[Tensor, Tensor, Tensor, Tensor] = _quantize(
-        ops.quantize_fp8_both, arguments, stochastic, activation, gated
-    )
-    return both
-
-
-class _Quantized(NamedTuple):
-    """An operand of a product, quantised along the sum."""
-
-    data: Tensor  # (lines, K)
-    scales: Tensor
-    scaling: str
-
-    def transposed(self) -> _Quantized:
-        """Of scalings that are the same along both dims."""
-        return _Quantized(self.data.t().contiguous(), self.scales.t(), self.scaling)
-
-    def mm(self, other: _Quantized, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """(lines, lines of the other)"""
-        left, right = (self.scales, self.scaling), (other.scales, other.scaling)
-        return scaled_mm(self.data, other.data.t(), *left, *right, bias=bias, output_dtype=dtype)
-
-    def mm_to_slot(self, input: int, grad: Tensor, other: _Quantized) -> bool:
-        """The same to the slot of a weight's gradient, if it has one (`writes_to_slot`)."""
-        left, right = (self.scales, scaling_number(self.scaling)), (other.scales, scaling_number(other.scaling))
-        return writes_to_slot(input, grad, ops.scaled_mm.slot, self.data, other.data.t(), *left, *right)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Recipe:
-    tokens: str  # the scaling of the input and of the gradient of the output
-    weight: str
-    grad_dtype: torch.dtype = torch.float8_e4m3fn
-    power_of_two: bool = True
-    quantizes_weight_grad: bool = True  # the product that gives the gradient of the weight
-
-    def of(self, matrix: Tensor, scaling: str, **options: Any) -> _Quantized:
-        """The matrix for a product that sums along its rows. options: of `quantize`."""
-        return _Quantized(*quantize(matrix, scaling, power_of_two=self.power_of_two, **options), scaling)
-
-    def both_of(self, matrix: Tensor, scaling: str, **options: Any) -> tuple[_Quantized, _Quantized]:
-        """The same, and its transpose."""
-        both = quantize_both(matrix, scaling, power_of_two=self.power_of_two, **options)
-        return _Quantized(*both[:2], scaling), _Quantized(*both[2:], scaling)
-
-
-_RECIPES = {
-    "tensorwise": _Recipe("TensorWise", "TensorWise", torch.float8_e5m2, power_of_two=False),
-    "rowwise": _Recipe("RowWise", "RowWise"),
-    "rowwise_with_gw_hp": _Recipe("RowWise", "RowWise", quantizes_weight_grad=False),
-    "blockwise": _Recipe("BlockWise1x128", "BlockWise128x128"),
-}
-RECIPES = tuple(_RECIPES)
-
-
-def checked_recipe(name: str) -> str:
-    if name not in _RECIPES:
-        raise RuntimeError(f"{NAMESPACE}::fp8: expected a recipe of {', '.join(RECIPES)}, got {name!r}")
-    return name
-
-
-# The recipes of mixtures of experts. A gradient of their matrices is a sum over the rows of an expert, which for FP8 on
-# Hopper has to begin at a multiple of 16: by the first recipe these products are in the precision of the input.
-EXPERTS_RECIPES = "rowwise_with_gw_hp", "blockwise"
-
-
-_Kept = TypeVar("_Kept")
-
-
-class _Weights:
-    """Quantised weights, by weight and a name of what is kept of it, while `unchanged_weights` is entered."""
-
-    def __init__(self) -> None:
-        self.entered = 0
-        self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-    def keeps(self, weight: Tensor) -> bool:
-        is_own = isinstance(weight, nn.Parameter) and not isinstance(weight, GatheredWeight)
-        return self.entered > 0 and is_own and not torch.compiler.is_compiling()
-
-    def get(self, weight: Tensor, name: str, quantized: Callable[[Tensor], _Kept]) -> _Kept | None:
-        """``quantized(weight)`` of this name; None if it is not kept."""
-        if not self.keeps(weight):
-            return None
-        inference = torch.is_inference_mode_enabled()  # what it makes cannot be saved for backward
-        version = None if weight.is_inference() else weight._version
-        key = inference, version, weight.device, weight.dtype
-        kept = self._kept.get(weight)
-        if kept is None or kept[0] != key:
-            kept = self._kept[weight] = key, {}
-        if name not in kept[1]:
-            kept[1][name] = quantized(weight.detach())
-        found: _Kept = kept[1][name]
-        return found
-
-    def clear(self) -> None:
-        self._kept.clear()
-
-
-_weights = _Weights()
-keeps = _weights.keeps
-
-
-@contextlib.contextmanager
-def unchanged_weights() -> Iterator[None]:
-    """While this context is entered, in any thread, no weight changes: each, also of experts, is quantised once, and
-    both copies, 2 bytes an element, are kept until it is left.
-
-        for batch in batches:
-            with cuda_ext.fp8.unchanged_weights():
-                for part in batch:                      # gradient accumulation
-                    loss_of(model(part)).backward()
-            optimizer.step()
-
-    It saves time if a weight is used more than once between two steps, and the quantisation of its transpose in
-    backward. It has no effect on compiled graphs, which quantise in place. A change of the weight that PyTorch counts
-    is noticed; one that it does not count (by ``weight.data``, or in memory that FSDP2 gathers) is not.
-    """
-    _weights.entered += 1
-    try:
-        yield
-    finally:
-        _weights.entered -= 1
-        if _weights.entered == 0:
-            _weights.clear()
-
-
 _WEIGHT = 1  # among the tensors that _Linear.apply is given
 
 
@@ -280,6 +64,7 @@ class _LinearOptions(NamedTuple):
     recipe: str
     dtype: torch.dtype  # of the output
     saves_rows: bool  # for the gradient of the weight
+    keeps: bool  # the weight in FP8, if `unchanged_weights` is entered
     stochastic_gradients: bool
     input_activation: str | None
     input_gated: bool
@@ -293,37 +78,36 @@ class _LinearOptions(NamedTuple):
 
 
 class _Linear(torch.autograd.Function):
-    """Saves the weight, its transpose in FP8 if that is kept, or the weight in FP8 if that has been gathered; and the
-    transpose of the input in FP8, which is all that the gradient of the weight needs. Of a function of the input it
-    saves the input, too, for its gradient."""
+    """Saves the weight, or the weight in FP8 if that has been gathered; and the transpose of the input in FP8, which is
+    all that the gradient of the weight needs. Of a function of the input it saves the input, too, for its gradient."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        rows: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        kept: tuple[_Quantized, _Quantized | None] | None,
-        options: _LinearOptions,
+        rows: Tensor, weight: Tensor, bias: Tensor | None, gathered: Quantized | None, options: _LinearOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
-        recipe = _RECIPES[options.recipe]
-        of_weight = recipe.of(weight, recipe.weight) if kept is None else kept[0]
+        recipe = BY_NAME[options.recipe]
+        saved = None
         if options.saves_rows and recipe.quantizes_weight_grad:
             of_rows, saved = recipe.both_of(rows, recipe.tokens, **options.of_input)
-            return of_rows.mm(of_weight, options.dtype, bias), saved.data, saved.scales
-        out = recipe.of(rows, recipe.tokens, **options.of_input).mm(of_weight, options.dtype, bias)
-        return out, rows.new_empty(0), rows.new_empty(0)
+        else:
+            of_rows = recipe.of(rows, recipe.tokens, **options.of_input)
+        if gathered is None:
+            out = multiply(of_rows, weight, options.recipe, bias, keeps=options.keeps, dtype=options.dtype)
+        else:
+            out = of_rows.mm(gathered, options.dtype, bias)
+        data, scales = (rows.new_empty(0), rows.new_empty(0)) if saved is None else saved[:2]
+        return out, data, scales
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        rows, weight, bias, kept, options = inputs
+        rows, weight, bias, gathered, options = inputs
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
-        quantizes_weight_grad = _RECIPES[options.recipe].quantizes_weight_grad
+        quantizes_weight_grad = BY_NAME[options.recipe].quantizes_weight_grad
         keeps_rows = (options.saves_rows and not quantizes_weight_grad) or bool(options.of_input)
-        ctx.saves_transpose = kept is not None and kept[1] is not None
-        of_weight = (weight, None) if kept is None else (kept[1] or kept[0])[:2]
+        of_weight = (weight, None) if gathered is None else gathered[:2]
         ctx.save_for_backward(*of_weight, rows if keeps_rows else None, *output[1:])
         ctx.options, ctx.dtype, ctx.weight_dtype = options, rows.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -340,7 +124,7 @@ class _Linear(torch.autograd.Function):
     def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, weight_scales, rows, data, scales = ctx.saved_tensors
         options = ctx.options
-        recipe = _RECIPES[options.recipe]
+        recipe = BY_NAME[options.recipe]
         of_input, of_weight, of_bias = ctx.needs_input_grad[:3]
         quantizes_both = of_input and of_weight and recipe.quantizes_weight_grad
         rounding = {"dtype": recipe.grad_dtype, "stochastic": options.stochastic_gradients}
@@ -351,18 +135,19 @@ class _Linear(torch.autograd.Function):
             else:
                 of_grad = recipe.of(grad, recipe.tokens, **rounding)
             if weight_scales is None:
-                by_columns = recipe.of(weight.t(), recipe.weight)
+                kept = {"transposed": True, "keeps": options.keeps}
+                grad_input = multiply(of_grad, weight, options.recipe, dtype=ctx.dtype, **kept)
             else:
-                by_columns = _Quantized(weight, weight_scales, recipe.weight)
-                by_columns = by_columns if ctx.saves_transpose else by_columns.transposed()
-            grad_input = of_grad.mm(by_columns, ctx.dtype)
-            if options.of_input:
-                grad_input, _ = ops.activation_backward.default(grad_input, rows, **options.of_input, bias_dtype=None)
+                gathered = Quantized(weight, weight_scales, recipe.weight)
+                grad_input = of_grad.mm(gathered.transposed(), ctx.dtype)
+        if options.of_input:
+            needs_hidden = of_weight and not recipe.quantizes_weight_grad
+            grad_input, rows = _through_function(grad_input, rows, needs_hidden, **options.of_input)
         if of_weight:
             if recipe.quantizes_weight_grad:
                 if transposed is None:
                     transposed = recipe.of(grad.t(), recipe.tokens, **rounding)
-                of_rows = _Quantized(data, scales, recipe.tokens)
+                of_rows = Quantized(data, scales, recipe.tokens)
                 if ctx.creates_graph or not transposed.mm_to_slot(_WEIGHT, grad, of_rows):
                     grad_weight = transposed.mm(of_rows, ctx.weight_dtype)
             else:
@@ -377,6 +162,26 @@ class _Linear(torch.autograd.Function):
         if of_bias:
             grad_bias = grad.sum(0, dtype=ctx.bias_dtype)
         return grad_input, grad_weight, grad_bias, None, None
+
+
+def _through_function(
+    grad_hidden: Tensor | None, preact: Tensor, needs_hidden: bool, *, activation: str | None, gated: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradient of preact (rows, F) or, gated, (rows, 2F), if there is one of the hidden tensor (rows, F); and that
+    tensor, if it is needed, from the same read, and rounded once."""
+    options: dict[str, Any] = {"activation": activation, "gated": gated}
+    if not needs_hidden:
+        if grad_hidden is None:
+            return None, None
+        return ops.activation_backward.default(grad_hidden, preact, **options, bias_dtype=None)[0], None
+    count, features = preact.shape[0], preact.shape[1] // (1 + gated)
+    mask = grad_hidden is not None, True, False
+    if grad_hidden is None:
+        grad_hidden = preact.new_zeros(1, 1).expand(count, features)
+    weights, pairs = preact.new_ones(count), preact.new_zeros(count, dtype=torch.int64)  # each row has the first weight
+    operands = grad_hidden, preact, weights, pairs
+    grad, operand, _ = ops.experts_gate_backward.default(*operands, **options, output_mask=mask)
+    return grad if mask[0] else None, operand
 
 
 def _has_tangent(tensor: Tensor | None) -> bool:
@@ -399,7 +204,7 @@ def linear(
     """``input @ weight.T + bias`` in FP8, forward and backward.
 
     Args:
-        input: ``(..., K)``, float32, float16 or bfloat16.
+        input: ``(..., K)``, float32, float16 or bfloat16; or nested, of layout `torch.jagged`.
         weight: ``(N, K)``, one of these dtypes.
         bias: ``(N,)``.
         recipe: how operands are quantised: see the module.
@@ -408,8 +213,8 @@ def linear(
             same. Default False.
         input_activation, input_gated: multiplies ``activation(input)``, or with `input_gated` ``activation(input[...,
             :K]) * input[..., K:]`` of an input ``(..., 2K)``, as the second layer of an MLP does. It is converted to
-            FP8 where it is computed, and never stored in the precision of the input, except with
-            ``"rowwise_with_gw_hp"`` in training. Default None and False.
+            FP8 where it is computed, and not stored in the precision of the input; with ``"rowwise_with_gw_hp"``
+            backward computes it once more. Default None and False.
 
     Returns:
         ``(..., N)``, dtype of `input`, or of autocast where that is enabled. Backward gives first derivatives only.
@@ -419,6 +224,10 @@ def linear(
         RuntimeError: wrong shapes, dtypes or recipe, second derivatives, forward mode.
     """
     checked_recipe(recipe)
+    if input.is_nested:
+        given: dict[str, Any] = {"recipe": recipe, "stochastic_gradients": stochastic_gradients}
+        given |= {"input_activation": input_activation, "input_gated": input_gated}
+        return _jagged_linear(input, weight, bias, given)
     if input_activation not in ACTIVATIONS:
         known = ", ".join(map(repr, ACTIVATIONS))
         raise RuntimeError(f"{NAMESPACE}::fp8.linear: expected input_activation of {known}, got {input_activation!r}")
@@ -435,23 +244,31 @@ def linear(
     device = input.device.type
     autocasts = device != "meta" and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocasts else input.dtype
-    # Exported programs have no backward; and the pitch of a transpose would depend on the size of the batch. For Dynamo
-    # `is_exporting` is always true.
-    exports = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-    saves_rows = weight.requires_grad and torch.is_grad_enabled() and not exports
-    of = _RECIPES[recipe]
-    if saves_rows and not of.quantizes_weight_grad and (input_activation is not None or input_gated):
-        input = hidden(input, input_activation, input_gated)  # in its precision, for the gradient of the weight
-        input_activation, input_gated = None, False
+    # Exported programs have no backward; and the pitch of a transpose would depend on the size of the batch.
+    saves_rows = weight.requires_grad and torch.is_grad_enabled() and not exports()
     rows = input.flatten(0, -2) if input.dim() > 1 else input.unsqueeze(0)
-    kept: tuple[_Quantized, _Quantized | None] | None
-    if isinstance(weight, GatheredWeight) and weight.scaling == of.weight:
-        kept = _Quantized(weight.numbers, weight.scales, weight.scaling), None
-    else:
-        kept = _weights.get(weight, recipe, lambda weight: of.both_of(weight, of.weight))
-    options = _LinearOptions(recipe, dtype, saves_rows, stochastic_gradients, input_activation, input_gated)
-    out = _Linear.apply(rows, weight, bias, kept, options)[0]
+    gathered = None
+    if isinstance(weight, GatheredWeight) and weight.scaling == BY_NAME[recipe].weight:
+        gathered = Quantized(weight.numbers, weight.scales, weight.scaling)
+    of_input = input_activation, input_gated
+    options = _LinearOptions(recipe, dtype, saves_rows, keeps(weight), stochastic_gradients, *of_input)
+    out = _Linear.apply(rows, weight, bias, gathered, options)[0]
     return out.view(*input.shape[:-1], weight.shape[0])
+
+
+def _jagged_linear(input: Any, weight: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
+    """Of the packed rows."""
+    packed = input.layout == torch.jagged and input.lengths() is None and input._ragged_idx < input.dim() - 1
+    if not packed:
+        raise RuntimeError(
+            f"{NAMESPACE}::fp8.linear: expected a nested input of layout torch.jagged, contiguous, and jagged in a "
+            f"dimension before the last, got {input.dim()} dimensions, {input.layout}; call contiguous(), or create it "
+            "with torch.nested.nested_tensor_from_jagged"
+        )
+    known = {"min_seqlen": input._maybe_min_seqlen, "max_seqlen": input._maybe_max_seqlen}
+    known["jagged_dim"] = input._ragged_idx
+    rows = linear(input.values(), weight, bias, **options)
+    return torch.nested.nested_tensor_from_jagged(rows, input.offsets(), **known)
 
 
 def hidden(preact: Tensor, activation: str | None, gated: bool) -> Tensor:
@@ -624,7 +441,7 @@ def gather_weights(model: nn.Module) -> Report:
         recipe = getattr(layer, "fp8", None)
         if recipe is None or not isinstance(layer, nn.Linear) or is_gathered(layer.weight):
             continue
-        of = _RECIPES[recipe]
+        of = BY_NAME[recipe]
         if reason := reason_not_to_gather(layer.weight, of.weight):
             report.kept[name] = reason
         elif users[id(layer.weight)] > 1:

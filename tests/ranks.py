@@ -29,8 +29,9 @@ FORK_SERVER = multiprocessing.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(["torch", "torch.distributed", "torch.testing", "pytest"])
 
 
-def on_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator that runs the body of a test on ``world_size`` ranks; the test passes if all of them pass.
+def on_ranks(world_size: int | str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator that runs the body of a test on ``world_size`` ranks, or as many as the parameter of that name says;
+    the test passes if all of them pass.
 
     The body has parameters but no fixtures, and gets its rank from `torch.distributed`. All ranks have the same random
     seed.
@@ -39,7 +40,8 @@ def on_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., N
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(workers: Workers, **parameters: Any) -> None:
-            workers.run(world_size, body.__module__, body.__name__, parameters)
+            ranks = parameters[world_size] if isinstance(world_size, str) else world_size
+            workers.run(ranks, body.__module__, body.__name__, parameters)
 
         signature = inspect.signature(body)
         fixture = inspect.Parameter("workers", inspect.Parameter.KEYWORD_ONLY)

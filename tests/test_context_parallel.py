@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from context_common import Case, Check
+from context_common import Case, Check, groups_of_two
 from ranks import on_ranks
 
 from cuda_ext.distributed import context_parallel as cp
@@ -127,14 +127,6 @@ def test_three_ranks() -> None:
     check_few_ranks()
 
 
-def groups_of_two() -> tuple[Any, Any]:
-    """Ring and heads, of four ranks: rank 2r + u is rank r of its ring, and u of those that exchange heads."""
-    rings = [dist.new_group([place, place + 2]) for place in (0, 1)]
-    heads = [dist.new_group([first, first + 1]) for first in (0, 2)]
-    rank = dist.get_rank()
-    return rings[rank % 2], heads[rank // 2]
-
-
 @pytest.mark.sampled(cases="every value")
 @on_ranks(4)
 @both({name: CASES[name] for name in CASES if name != "fewer rows than ranks"})
@@ -181,3 +173,28 @@ def test_layouts_by_name() -> None:
             total = own_grad.clone()
             dist.all_reduce(total)
             Check.compare(f"gradient of {name}", total, grad, 1e-12)
+
+
+DROPOUT = {
+    "causal": Case(4, 2, (40, 40), {"causal": True, "dropout_p": 0.3}),
+    "window": Case(4, 2, (53, 61), {"window": (9, 5), "dropout_p": 0.5}),
+    "sinks and bias": Case(6, 2, (37, 37), {"sinks": (6,), "attn_bias": (37, 37), "dropout_p": 0.2}),
+    "packed": Case(4, 2, SAME, {"causal": True, "dropout_p": 0.3}),
+    "packed, other lengths": Case(4, 4, OTHER, {"window": (5, 6), "dropout_p": 0.4}, rest=2),
+}
+
+
+@on_ranks(4)
+@both(DROPOUT)
+@pytest.mark.parametrize("method", ["all_gather", "p2p", "ulysses", "both"])
+def test_dropout_of_one_rank(case: str, method: str) -> None:
+    """From the same random state, in forward and backward."""
+    problem = DROPOUT[case]
+    name = "ulysses_attention" if method == "ulysses" else "ring_attention"
+    function = getattr(cp, f"{name}_varlen" if problem.packed else name)
+    options: dict[str, Any] = {"method": method} if method in ("all_gather", "p2p") else {}
+    layouts = None
+    if method == "both":
+        options["group"], options["ulysses_group"] = groups_of_two()
+        layouts = [Layout.zigzag(length, 2).divided(2) for length in problem.rows]
+    Check(problem, "zigzag", layouts=layouts).run(function, same_state=True, **options)

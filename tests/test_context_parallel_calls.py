@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from context_common import Case, Check
+from context_common import Bytes, Case, Check
 from ranks import on_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from cuda_ext import flash_attention
 from cuda_ext.distributed import context_parallel as cp
 from cuda_ext.distributed.context_parallel import Layout
-from cuda_ext.distributed.context_parallel.exchange import Exchange
 
 CAUSAL = Case(4, 2, (32, 32), {"causal": True})
 
@@ -173,25 +172,6 @@ def test_low_precision(name: str, dtype: torch.dtype) -> None:
     for what, actual, one, expected in zip(("out", "dq", "dk", "dv"), found, on_one, reference):
         error = (cp.unshard_sequence(actual.detach()).double() - expected).norm()
         assert error <= 1.5 * (one.double() - expected).norm(), what
-
-
-class Bytes:
-    """Counts the bytes that an exchange sends to other ranks."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.sent = 0
-        all_to_all, gather = Exchange._all_to_all, Exchange._gather
-
-        def counted(exchange: Exchange, rows: Tensor, to: list[int], of: list[int]) -> Any:
-            self.sent += rows.numel() * rows.element_size()
-            return all_to_all(exchange, rows, to, of)
-
-        def gathered(exchange: Exchange, rows: Tensor) -> Any:
-            self.sent += (exchange.ranks - 1) * rows.numel() * rows.element_size()
-            return gather(exchange, rows)
-
-        monkeypatch.setattr(Exchange, "_all_to_all", counted)
-        monkeypatch.setattr(Exchange, "_gather", gathered)
 
 
 @on_ranks(4)

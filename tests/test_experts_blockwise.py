@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import cuda_ext
-from cuda_ext import fp8, mixture_of_experts
+from cuda_ext import _fp8_recipes, fp8, mixture_of_experts
 from cuda_ext._expert_routes import Routes, sort
 
 blockwise = partial(mixture_of_experts, fp8="blockwise")
@@ -163,7 +163,7 @@ def test_autocast_and_unchanged_weights(monkeypatch: pytest.MonkeyPatch) -> None
         shapes.append(tuple(matrix.shape))
         return quantize(matrix, *args, **options)
 
-    monkeypatch.setattr(fp8, "quantize", counted)
+    monkeypatch.setattr(_fp8_recipes, "quantize", counted)
     with torch.autocast("cpu", torch.bfloat16):
         expected = layer(x, ids, weights)
         assert shapes.count((3 * 128, 128)) == 1 and shapes.count((3 * 128, 64)) == 1

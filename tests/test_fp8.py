@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import cuda_ext
-from cuda_ext import fp8
+from cuda_ext import _fp8_recipes, _fp8_weights, fp8
 from cuda_ext.testing.references import scaled_elements
 
 RECIPES = fp8.RECIPES
@@ -128,13 +128,13 @@ def shapes_of_quantised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]
     """A list to which each quantisation from now on adds the shape of its matrix."""
     shapes: list[tuple[int, ...]] = []
     for name in ("quantize", "quantize_both"):
-        each = getattr(fp8, name)
+        each = getattr(_fp8_recipes, name)
 
         def counting(matrix: Tensor, *args: Any, each: Any = each, **options: Any) -> Any:
             shapes.append(tuple(matrix.shape))
             return each(matrix, *args, **options)
 
-        monkeypatch.setattr(fp8, name, counting)
+        monkeypatch.setattr(_fp8_recipes, name, counting)
     return shapes
 
 
@@ -171,7 +171,7 @@ def test_unchanged_weights_are_quantised_once(recipe: str, monkeypatch: pytest.M
         assert compiled(parts[0]).equal(twice)
         functional = torch.func.functional_call(layer, {"weight": layer.weight / 2}, (parts[0],))
     assert layer(parts[0]).equal(twice) and not functional.equal(twice)
-    assert not fp8._weights._kept  # nothing is kept outside
+    assert not _fp8_weights._weights._kept  # nothing is kept outside
 
 
 def test_kept_weights_are_those_of_their_dtype() -> None:
@@ -420,7 +420,7 @@ def test_unchanged_experts_are_quantised_once(
         twice = losses_and_gradients()
         assert counts() == [0, 1, 0, 1]
     assert all(map(torch.equal, losses_and_gradients(), twice))
-    assert not fp8._weights._kept
+    assert not _fp8_weights._weights._kept
 
 
 def test_experts_under_autocast_are_converted_from_their_own_precision() -> None:

@@ -354,7 +354,13 @@ def test_products_in_fp8() -> None:
     a, b = (torch.empty(4096, 4096, dtype=torch.float8_e4m3fn, device="meta") for _ in range(2))
     plan = gemm_plan(a, b.t(), device="h200")
     assert plan.kernel == "sm_90" and plan.tile == (256, 128, 128) and plan.cluster == 2 and not plan.copies
-    assert "predicted" not in str(plan)
+    assert plan.splits == 1 and plan.workspace == 0 and "predicted, limited by shared memory" in str(plan)
+    left, right = (torch.empty(lines, 8192, dtype=torch.float8_e4m3fn, device="meta") for lines in (64, 1024))
+    few = gemm_plan(left, right.t(), device="h200")
+    assert few.tile == (128, 64, 128) and few.splits > 1 and f"k split among {few.splits} blocks" in str(few)
+    assert few.grid[0] == 16 * few.splits and few.workspace > few.grid[0] * 128 * 64 * 4  # the sums of all tiles
+    with cuda_ext.batch_invariant():
+        assert gemm_plan(left, right.t(), device="h200").splits == 1
     assert gemm_plan(a, b, device="h200").copies == "b"
     assert gemm_plan(a[:, :4090], b.t()[:4090], device="h200").copies == ""
     refused = gemm_plan(a, b.t(), device="a100")

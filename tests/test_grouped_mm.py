@@ -499,3 +499,19 @@ def test_errors(change: dict[str, Any], message: str) -> None:
     given = {"mat_a": rand(6, 3), "mat_b": rand(3, 3, 4), "offs": torch.tensor([2, 5, 6], dtype=torch.int32)}
     with pytest.raises(RuntimeError, match=f"cuda_ext::grouped_mm: .*{message}"):
         grouped_mm(**{**given, **change})
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_errors_of_matrices_of_all_groups(gated: bool) -> None:
+    """They have the sizes of the caller, not those of what the ops multiply."""
+    a, b, columns = rand(3, 5, 4), rand(3, 4, 6), r"2N\), the columns of the gate first," if gated else r"N\)"
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"mat_b": rand(2, 4, 6)}, rf"mat_b of shape \(3, 4, {columns} to match mat_a \(3, 5, 4\), got \(2, 4, 6\)"),
+        ({"mat_b": rand(3, 5, 6)}, rf"mat_b of shape \(3, 4, {columns} to match mat_a \(3, 5, 4\), got \(3, 5, 6\)"),
+        ({"mat_b": b.double()}, "mat_b of dtype float32 to match mat_a, got float64; convert one with .to()"),
+        ({"bias": rand(6)}, r"bias of shape \(3, 6\), got \(6,\)"),
+        ({"bias": rand(15, 6)}, r"bias of shape \(3, 6\), got \(15, 6\)"),
+    ]
+    for change, message in cases + [({"mat_b": rand(3, 4, 5)}, r"mat_b of shape .* got \(3, 4, 5\)")] * gated:
+        with pytest.raises(RuntimeError, match=f"cuda_ext::grouped_mm: expected {message}"):
+            grouped_mm(**{"mat_a": a, "mat_b": b, **change}, gated=gated)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from gemm_common import OPS, arguments
 from torch import Tensor
 
+import cuda_ext
 from cuda_ext._gemm import linear, mlp
 from cuda_ext.attention import flash_attention
 from cuda_ext.testing import reference_attention_varlen, reference_mlp
@@ -142,3 +144,50 @@ def test_refusals_of_attention() -> None:
         flash_attention(strided, strided, strided)
     with pytest.raises(RuntimeError, match="flash_attention: expected value with the same offsets as key"):
         flash_attention(x, x, jagged([torch.randn(n, 2, 8) for n in (5, 3)]))
+
+
+# FP8
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("module", ["Linear", "MLP", "GatedMLP"])
+def test_layers_in_fp8(module: str, compiled: bool) -> None:
+    """As of the packed rows, bit for bit."""
+    sizes = {"Linear": (40, 40)}.get(module, (40, 24))
+    layer = getattr(cuda_ext.nn, module)(*sizes, fp8=random.choice(cuda_ext.fp8.RECIPES))
+    sequences = [torch.randn(length, 40, requires_grad=True) for length in (3, 1, 6)]
+    leaves = [*sequences, *layer.parameters()]
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    for adds in (False, True):
+        x, rows = jagged(sequences), torch.cat(sequences)
+        out, expected = call(x, residual=x if adds else None), layer(rows, residual=rows if adds else None)
+        assert out.is_nested and out.shape == x.shape and out.values().equal(expected)
+        found = torch.autograd.grad(out.values().square().sum(), leaves)
+        wanted = torch.autograd.grad(expected.square().sum(), leaves)
+        assert all(map(torch.equal, found, wanted))
+
+
+def test_converted_layers_and_other_jagged_dims() -> None:
+    layer = torch.nn.Linear(40, 24)
+    cuda_ext.fp8.convert(layer, least_features=1)
+    x = jagged([torch.randn(length, 3, 40) for length in (2, 5)])
+    out = layer(x)
+    assert out.values().equal(layer(x.values())) and (out + out).shape == (2, x.shape[1], 3, 24)
+    turned = x.transpose(1, 2)
+    assert all(map(torch.equal, layer(turned).unbind(), (each.transpose(0, 1) for each in out.unbind())))
+    gated = jagged([torch.randn(length, 80) for length in (2, 5)])
+    options: dict[str, Any] = {"input_activation": "silu", "input_gated": True}
+    assert layer(gated, **options).values().equal(layer(gated.values(), **options))
+
+
+def test_refusals_in_fp8() -> None:
+    message = r"fp8\.linear: expected a nested input of layout torch\.jagged, contiguous, .* call contiguous\(\)"
+    weight = torch.randn(24, 5)
+    holes = torch.nested.narrow(torch.randn(2, 6, 5), 1, torch.tensor([0, 1]), torch.tensor([2, 4]), torch.jagged)
+    last = jagged([torch.randn(n, 5) for n in (2, 4)]).transpose(1, 2)
+    strided = torch.nested.nested_tensor([torch.randn(n, 5) for n in (2, 4)])
+    for x in (holes, last, strided):
+        with pytest.raises(RuntimeError, match=message):
+            cuda_ext.fp8.linear(x, weight)
+    with pytest.raises(RuntimeError, match=r"fp8\.linear: expected input \(..., K\) and weight \(N, K\), got \(6, 7\)"):
+        cuda_ext.fp8.linear(jagged([torch.randn(n, 7) for n in (2, 4)]), weight)

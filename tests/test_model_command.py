@@ -55,6 +55,7 @@ def test_document_is_current() -> None:
         document.BEGIN_SCALED: document.scaled(),
         document.BEGIN_LAYERS: document.layers(),
         document.BEGIN_GROUPED: document.grouped(),
+        document.BEGIN_EXPERTS: document.experts(),
         document.BEGIN_MASKS: document.masks(),
     }
     for begin, section in sections.items():
@@ -77,12 +78,13 @@ def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(document, "scaled", lambda: "| 4.00 |\n")
     monkeypatch.setattr(document, "layers", lambda: "| 5.00 |\n")
     monkeypatch.setattr(document, "grouped", lambda: "| 6.00 |\n")
+    monkeypatch.setattr(document, "experts", lambda: "| 7.00 |\n")
     begins = (document.BEGIN, document.BEGIN_SHARES, document.BEGIN_LOSSES, document.BEGIN_SCALED)
-    begins = (*begins, document.BEGIN_LAYERS, document.BEGIN_GROUPED, document.BEGIN_MASKS)
+    begins = (*begins, document.BEGIN_LAYERS, document.BEGIN_GROUPED, document.BEGIN_EXPERTS, document.BEGIN_MASKS)
     tables = "before\n" + "".join(f"{begin}\n{{}}{END}\nbetween\n" for begin in begins)
-    page.write_text(tables.format("| old |\n", *[""] * 6))
+    page.write_text(tables.format("| old |\n", *[""] * 7))
     assert command.main(["--write"]) == 0
-    written = ("| new |\n", "| 1.00 |\n", "| 2.00 |\n", "| 4.00 |\n", "| 5.00 |\n", "| 6.00 |\n", "| 3.00 |\n")
+    written = ("| new |\n", *(f"| {number}.00 |\n" for number in (1, 2, 4, 5, 6, 7, 3)))
     assert page.read_text() == tables.format(*written)
     assert times.read_text() == "{}"
     page.write_text("nothing")

@@ -50,7 +50,8 @@ FILES = {
     "prediction": "cuda_ext/distributed/prediction",
     "bucketing": "cuda_ext/distributed/bucketing",
     "public ops": (
-        "cuda_ext/{_gemm,_grouped_mm,_scaled_mm,_experts,_expert_products,fp8,attention,kvcache,loss,bucket,ops}.py"
+        "cuda_ext/{_gemm,_grouped_mm,_scaled_mm,_quantize,_fp8_recipes,_fp8_weights,_experts,_expert_products,fp8,"
+        "attention,kvcache,loss,bucket,ops}.py"
     ),
     "rules": "cuda_ext/_rules",
     "support": "cuda_ext/{_*,block_mask,dev,info}.py",

@@ -116,13 +116,14 @@ def test_scaled_products(groups: int, fast: bool) -> None:
         assert (", groups 3" in product.name) == (groups > 0) and (", fast" in product.name) == fast
         torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-2)
         blocks = set()
-        for config in range(3 if fast else 2):
+        configs = (0, 1, *[2] * fast, *[3] * (groups == 0))  # groups have no tiles of 64 columns
+        for config in configs:
             for cluster in (1, 2):
                 torch.ops.cuda_ext._set_measured_gemm(product.name, [config, cluster, 1, 1, False], [1.0, 2.0])
                 before = emulation.counters["blocks"], emulation.counters["wgmma"]
                 torch.testing.assert_close(run(), expected, rtol=2e-3, atol=2e-2)
                 blocks.add((emulation.counters["blocks"] - before[0], emulation.counters["wgmma"] - before[1], cluster))
-        assert len(blocks) == (6 if fast else 4)
+        assert len(blocks) == 2 * len(configs)
         torch.ops.cuda_ext._set_measured_gemm(product.name, [99, 1, 1, 1, False], [1.0, 2.0])  # is ignored
         assert run().equal(expected)
 

@@ -8,7 +8,7 @@ from benchmarks import comparison, results
 from benchmarks.model.cases import LOSSES
 from benchmarks.model.evidence import NotModelledError
 from benchmarks.model.gpus import GPUS, Gpu
-from benchmarks.model.grouped_work import predict_grouped
+from benchmarks.model.grouped_work import GroupedPrediction, predict_copied_rows, predict_grouped, predict_terms
 from benchmarks.model.loss_work import predict_loss
 from benchmarks.model.mask_work import LENGTH, predict_mask
 from benchmarks.model.predicted import GROUPS, compare, groups, made_up
@@ -27,16 +27,20 @@ BEGIN_LOSSES = "<!-- losses, written by python -m benchmarks model --write -->"
 BEGIN_SCALED = "<!-- FP8, written by python -m benchmarks model --write -->"
 BEGIN_LAYERS = "<!-- layers in FP8, written by python -m benchmarks model --write -->"
 BEGIN_GROUPED = "<!-- groups, written by python -m benchmarks model --write -->"
+BEGIN_EXPERTS = "<!-- passes of experts, written by python -m benchmarks model --write -->"
 BEGIN_MASKS = "<!-- block masks, written by python -m benchmarks model --write -->"
 MASKS = [Mask("causal documents", LENGTH), Mask("causal documents", LENGTH, document=2048)]
 MASKS += [Mask("window + global", LENGTH), Mask("prefix-LM", LENGTH)]
 MASK_GPUS = (GPUS["a100"], GPUS["h200"])
 SCALED_GPU = GPUS["h200"]
-SCALED = ((4096,) * 3, (8192,) * 3, (8192, 4096, 14336), (8192, 14336, 4096), (2048, 2048, 2048), (64, 8192, 8192))
+SCALED = [(4096,) * 3, (8192,) * 3, (8192, 4096, 14336), (8192, 14336, 4096), (2048, 2048, 2048)]
+SCALED += [(64, 8192, 8192), (64, 4096, 4096), (64, 1024, 8192), (128, 4096, 14336), (256, 4096, 14336)]
 LAYERS = ((8192, 4096, 14336), (8192, 4096, 4096), (8192, 2048, 2048), (8192, 1024, 1024), (2048, 4096, 14336))
 # Rows, groups, n, k.
 GROUPED = [(32768, 32, 6144, 2048), (65536, 64, 1024, 4096), (65536, 128, 1536, 2048), (65536, 128, 2048, 768)]
 GROUPED += [(65536, 128, 256, 4096), (256, 64, 2048, 2048)]
+# Experts of gated layers: rows, experts, hidden features, features.
+EXPERTS = [(32768, 32, 3072, 2048), (65536, 64, 1024, 4096), (65536, 128, 768, 2048)]
 LOSS_GPU, LOSS_LIMIT = GPUS["h200"], 4 * 2**30
 MEASURED = GPUS["h100"]
 MEASUREMENTS = results.ROOT / MEASURED.folder
@@ -138,11 +142,39 @@ def grouped() -> str:
     head += ["FP8: tile", "time, µs", "TFLOP/s", "limit"]
     rows = []
     for shape in GROUPED:
-        cells = []
-        for p in (predict_grouped(SCALED_GPU, *shape), predict_grouped(SCALED_GPU, *shape, float8=True)):
-            seconds = p.time.seconds
-            cells += [p.tile, f"{1e6 * seconds:.0f}", f"{p.flops / seconds / 1e12:.0f}", p.time.binding]
-        rows.append([", ".join(map(str, shape)), *cells])
+        found = (predict_grouped(SCALED_GPU, *shape), predict_grouped(SCALED_GPU, *shape, float8=True))
+        rows.append([", ".join(map(str, shape)), *(cell for p in found for cell in cells_of(p))])
+    return markdown(head, rows)
+
+
+def cells_of(p: GroupedPrediction) -> list[str]:
+    seconds = p.time.seconds
+    return [p.tile, f"{1e6 * seconds:.0f}", f"{p.flops / seconds / 1e12:.0f}", p.time.binding]
+
+
+def experts() -> str:
+    """The first product of experts as it gathers rows, activates them and both, and the gradients of its matrices in
+    FP8."""
+    head = ["rows, experts, hidden, features", "pass", "tile", "time, µs", "TFLOP/s", "limit", "copy of the rows, µs"]
+    rows = []
+    for tokens, count, hidden, features in EXPERTS:
+        shape = (tokens, count, 2 * hidden, features)
+        gate_up = (tokens, count, hidden, features)
+        copied = f"{1e6 * predict_copied_rows(SCALED_GPU, tokens, features):.0f}"
+        passes = (
+            ("gate and up columns", predict_grouped(SCALED_GPU, *shape), ""),
+            ("rows gathered", predict_grouped(SCALED_GPU, *shape, gather=True), copied),
+            ("silu", predict_grouped(SCALED_GPU, *shape, activation="silu"), ""),
+            ("silu(gate) * up", predict_grouped(SCALED_GPU, *gate_up, activation="silu", gated=True), ""),
+            (
+                "rows gathered, silu(gate) * up",
+                predict_grouped(SCALED_GPU, *gate_up, gather=True, activation="silu", gated=True),
+                copied,
+            ),
+            ("gradient of the matrices, FP8", predict_terms(SCALED_GPU, tokens, count, 2 * hidden, features), ""),
+        )
+        name = f"{tokens}, {count}, {hidden}, {features}"
+        rows += [[name, of, *cells_of(p), copy] for of, p, copy in passes]
     return markdown(head, rows)
 
 
@@ -182,5 +214,6 @@ def write() -> None:
     DOCUMENT.write_text(with_section(DOCUMENT, BEGIN_SCALED, scaled()))
     DOCUMENT.write_text(with_section(DOCUMENT, BEGIN_LAYERS, layers()))
     DOCUMENT.write_text(with_section(DOCUMENT, BEGIN_GROUPED, grouped()))
+    DOCUMENT.write_text(with_section(DOCUMENT, BEGIN_EXPERTS, experts()))
     DOCUMENT.write_text(with_section(DOCUMENT, BEGIN_MASKS, masks()))
     comparison.PREDICTED.write_text(predicted_times())

@@ -158,14 +158,19 @@ def gemm_sm90_work(gpu: Gpu, order: Any, m: int, n: int, k: int, dtype: str, pla
         launches=1 + plan.copies.bit_count(),
         persistent=Persistent(min(plan.clusters, at_once) * plan.cluster_blocks, bool(plan.ping_pong), RESTART, once),
     )
-    if plan.splits == 1:
+    return with_splits(work, gpu, plan.splits, tiles, plan.clusters * plan.cluster, 4.0 * area)
+
+
+def with_splits(work: Work, gpu: Gpu, splits: int, tiles: int, at_once: int, sums: float) -> Work:
+    """Of `tiles` tiles, `at_once` of which are multiplied at the same time, with k divided through memory. sums: bytes
+    of those of a tile."""
+    if splits == 1:
         return work
-    sums = 4.0 * area
-    beyond_l2 = max(0.0, plan.splits * tiles * sums - gpu.l2_capacity / 2)
-    finishing = math.ceil(tiles / (plan.clusters * plan.cluster)) * plan.splits
+    beyond_l2 = max(0.0, splits * tiles * sums - gpu.l2_capacity / 2)
+    finishing = math.ceil(tiles / at_once) * splits
     return dataclasses.replace(
         work,
-        outside=outside + Amounts(l2=sums),
+        outside=work.outside + Amounts(l2=sums),
         memory_bytes=work.memory_bytes + 2 * beyond_l2,
         launches=work.launches + 1,  # one more kernel resets the arrival counters
         tail=Amounts(l2=finishing * sums),

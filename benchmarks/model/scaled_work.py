@@ -10,7 +10,13 @@ import torch
 
 from benchmarks.model.compiled import golden_kernels
 from benchmarks.model.evidence import NotModelledError
-from benchmarks.model.gemm_sm90_work import RATE_OF_COLUMNS, REMOTE_LATENCY, RESTART, TMA_STORE_INSTRUCTIONS
+from benchmarks.model.gemm_sm90_work import (
+    RATE_OF_COLUMNS,
+    REMOTE_LATENCY,
+    RESTART,
+    TMA_STORE_INSTRUCTIONS,
+    with_splits,
+)
 from benchmarks.model.gpus import Gpu
 from benchmarks.model.prediction import predict_gemm
 from benchmarks.model.work import Amounts, Persistent, Time, Work, time_of
@@ -19,6 +25,7 @@ LINE, ROW_BLOCK, CONSUMER_WARPS = 128, 64, 8
 PROMOTED_COLUMNS = 128  # of tiles whose products are added to sums in float32
 OF_16_BITS = 0.5  # the time of a multiply-add, beside one of 16-bit operands
 OUTPUT_BYTES = 2
+PRODUCT_LATENCY = 60  # assumed: cycles from the last product of a k tile to its sums in registers
 
 
 @dataclass(frozen=True)
@@ -38,18 +45,21 @@ def predict_scaled(
     return ScaledPrediction(tile_name(plan), 2.0 * m * n * k, time_of(work, gpu))
 
 
-def scaled_plan(gpu: Gpu, m: int, n: int, k: int, *, groups: int = 0, fast_accum: bool = False) -> dict[str, int]:
+def scaled_plan(
+    gpu: Gpu, m: int, n: int, k: int, *, groups: int = 0, fast_accum: bool = False, of_terms: bool = False
+) -> dict[str, int]:
     import cuda_ext.ops  # noqa: F401
 
     find: Any = torch.ops.cuda_ext._scaled_mm_plan
-    refusal, plan = find(m, n, k, gpu.compute_capability, gpu.sms, groups, fast_accum)
+    refusal, plan = find(m, n, k, gpu.compute_capability, gpu.sms, groups, fast_accum, of_terms)
     if refusal:
         raise NotModelledError(f"scaled products are modelled on wgmma: {refusal}")
     return dict(plan)
 
 
 def tile_name(plan: dict[str, int]) -> str:
-    return f"{plan['block_m']}x{plan['block_n']}x{LINE}"
+    splits = f" / {plan['splits']}" if plan["splits"] > 1 else ""
+    return f"{plan['block_m']}x{plan['block_n']}x{LINE}{splits}"
 
 
 def shared_lines(row_blocks: int, block_n: int, columns_vary: bool = False) -> int:
@@ -60,18 +70,22 @@ def shared_lines(row_blocks: int, block_n: int, columns_vary: bool = False) -> i
     return block_n + row_blocks * (ROW_BLOCK + ROW_BLOCK + block_n + scales)
 
 
-def scaled_work(gpu: Gpu, plan: dict[str, int], m: int, n: int, k: int, columns_vary: bool = False) -> Work:
-    """The work of `predict_scaled`, as planned."""
+def scaled_work(
+    gpu: Gpu, plan: dict[str, int], m: int, n: int, k: int, columns_vary: bool = False, of_terms: bool = False
+) -> Work:
+    """The work of `predict_scaled`, as planned; of_terms: of the kernel for groups of terms."""
     block_m, block_n, cluster = plan["block_m"], plan["block_n"], plan["cluster"]
+    tile_blocks = block_m // ROW_BLOCK
+    row_blocks = min(tile_blocks, -(-m // ROW_BLOCK))  # others are neither loaded nor multiplied
     promotes = str(block_n <= PROMOTED_COLUMNS).lower()
     config = f"ScaledConfig{{{block_m}, {block_n}, {plan['stages']}, {promotes}}}"
-    variant = f"ScaledGemm<float8_e4m3_t, float8_e4m3_t, {config}, {str(columns_vary).lower()}>"
-    kernel = golden_kernels()["sm_90a"][f"scaled_gemm_sm90<{variant}>"]
-    area = block_m * block_n
+    name, vary = ("ScaledTerms", "") if of_terms else ("ScaledGemm", f", {str(columns_vary).lower()}")
+    kernel = golden_kernels()["sm_90a"][f"scaled_gemm_sm90<{name}<float8_e4m3_t, float8_e4m3_t, {config}{vary}>>"]
+    area = row_blocks * ROW_BLOCK * block_n
     iteration = Amounts(
         tensor=OF_16_BITS * area * LINE / RATE_OF_COLUMNS[block_n],
-        shared=shared_lines(block_m // ROW_BLOCK, block_n, columns_vary),
-        issue=CONSUMER_WARPS * kernel.loop.instructions,
+        shared=shared_lines(row_blocks, block_n, columns_vary),
+        issue=CONSUMER_WARPS * kernel.loop.instructions * row_blocks / tile_blocks,
         l2=(min(m, block_m) / cluster + min(n, block_n)) * LINE,
     )
     outside = Amounts(
@@ -79,19 +93,24 @@ def scaled_work(gpu: Gpu, plan: dict[str, int], m: int, n: int, k: int, columns_
         issue=TMA_STORE_INSTRUCTIONS * area / 32,
         l2=area * OUTPUT_BYTES,
     )
+    # A consumer alone multiplies and adds by turns.
+    lone = iteration.tensor / gpu.wgmma_multiply_adds + kernel.loop.instructions + PRODUCT_LATENCY
     bands = -(-plan["row_tiles"] // plan["raster"])  # each of which reads b again, unless all of it stays in L2
     b_bytes = n * k * (1 if n * k <= gpu.l2_capacity / 2 else bands)
     workers = plan["clusters"] * cluster
-    return Work(
-        blocks=plan["row_tiles"] * plan["column_groups"] * cluster,
+    splits, tiles = plan["splits"], plan["row_tiles"] * plan["column_groups"] * cluster
+    work = Work(
+        blocks=tiles * splits,
         blocks_per_sm=1,
         iterations=plan["k_tiles"],
         iteration=iteration,
         outside=outside,
         in_flight=plan["stages"] - 1,
         memory_bytes=float(m * k + b_bytes + OUTPUT_BYTES * m * n),
+        lone_cycles=lone if row_blocks == 1 and promotes == "true" else 0.0,
         persistent=Persistent(workers, False, RESTART, 2.0 * REMOTE_LATENCY * (cluster > 1)),
     )
+    return with_splits(work, gpu, splits, tiles, workers, 4.0 * area)
 
 
 # Warp instructions of a tile of 128 x 128 bfloat16, counted in the machine code: loading it; its largest magnitudes;

@@ -78,6 +78,14 @@ struct BlockMask {
 // three strides are 1, -1 and 1.
 using BiasStrides = int64_t[5];
 
+// Where the random numbers of dropout are among all counters, of which four keys of a row share one. A call that is a
+// part of a larger one has the counters of that.
+struct DropoutCounters {
+  int64_t heads = 0, rows = 0;  // of the larger call; rows of a head, with varlen of all sequences
+  int64_t of_row = 0;           // counters
+  int64_t first = 0;            // the counter of head 0, row 0, key 0
+};
+
 struct AttentionParams {
   Dtype dtype = Dtype::kFloat32;
   int64_t batch = 0;
@@ -117,11 +125,13 @@ struct AttentionParams {
   BiasStrides mask_strides = {};
   BlockMask block_mask;
 
-  // Philox4x32-10 with key = seed and counter = (element / 4, offset); element = row * dropout_pitch + key index.
+  // Philox4x32-10 with key = seed and counter = (n, offset), where row i of a head and key j have
+  // n = ((batch * heads + head) * rows + i) * of_row + first + j / 4, and word j % 4. With varlen batch is 0, and i
+  // counts the rows of all sequences.
   double dropout_p = 0.0;
   RngSource rng;
   uint64_t* rng_state = nullptr;  // (2,): output of a CUDA forward, seed and offset; null in backward
-  int64_t dropout_pitch = 0;      // the longest key sequence, rounded up to 4
+  DropoutCounters dropout_counters;
 
   HeadsView query, key, value, out;
   KeyCache cache;

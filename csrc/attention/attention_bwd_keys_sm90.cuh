@@ -128,7 +128,7 @@ DEVICE void make_probs_with_options(const AttentionBackwardParams& p, const Back
     const auto row_lse = arch::load_shared<arch::Words2>(arch::shared_address(shared.minus_lse[stage] + column));
     uint32_t random[4] = {};
     if (plan.dropout.drop_below > 0)
-      plan.dropout.words_of_columns(options.first_row + first_query + column, keys.first + Scores::row(0, 0, thread),
+      plan.dropout.words_of_columns(options.first_number + first_query + column, keys.first + Scores::row(0, 0, thread),
                                     random);
     float handed[4];
 #pragma unroll

@@ -140,7 +140,7 @@ DEVICE void softmax_gradient(const AttentionBackwardParams& p, const BackwardPla
       between();
       arch::wgmma_wait<0>(registers_of(grad));
       if (plan.dropout.drop_below > 0)
-        plan.dropout.drop(grad, [&](int, int half) { return options.first_row + query_at(half); }, first_key);
+        plan.dropout.drop(grad, [&](int, int half) { return options.first_number + query_at(half); }, first_key);
 #pragma unroll
       for (int n = 0; n < Scores::kColumnTiles; ++n)
 #pragma unroll

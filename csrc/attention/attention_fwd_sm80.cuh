@@ -188,7 +188,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
             logits,
             [&](int m, int half) {
               const int row = row_at(m, half);
-              return first_lse_row(p, position.q_begin, position.batch, rows.head(row)) + rows.query(row);
+              return first_dropout_row(p, position.q_begin, position.batch, rows.head(row)) + rows.query(row);
             },
             first_key());
       }

@@ -213,7 +213,7 @@ DEVICE bool softmax_of_keys(const AttentionParams& p, const ForwardPlan& plan, c
             const TileRows rows = load_struct(task.rows);
             const TilePosition position = load_struct(task.position);
             const int row = Kernel::row_at(m, half);
-            return first_lse_row(p, position.q_begin, position.batch, rows.head(row)) + rows.query(row);
+            return first_dropout_row(p, position.q_begin, position.batch, rows.head(row)) + rows.query(row);
           },
           first_key());
     }

@@ -260,14 +260,14 @@ DEVICE RowBits<typename Kernel::Scores> row_bits(const AttentionParams& p, const
 
 // The other inputs of a step of the kernel with options.
 struct OptionsStep {
-  int64_t first_row;  // of the head in lse, which numbers the rows for dropout
+  int64_t first_number;  // of the head's first row, for dropout
   float slope = 0.0f;
   int q_len;
   int64_t bias, grad_bias;  // offsets of the head's first elements
 
   DEVICE OptionsStep(const AttentionBackwardParams& p, const BackwardTask::Queries& queries, const Visibility& visible,
                      int head)
-      : first_row(first_lse_row(p, queries.begin, queries.batch, head)),
+      : first_number(first_dropout_row(p, queries.begin, queries.batch, head)),
         q_len(queries.count),
         bias(bias_offset(p.bias_strides, queries.batch, head, 0, visible.k_len - q_len)),
         grad_bias(bias_offset(p.grad_bias_strides, queries.batch, head, 0, visible.k_len - q_len) +
@@ -469,8 +469,8 @@ DEVICE void softmax_gradient_with_options(typename Kernel::Scores::Accumulators&
     for (int m = 0; m < Scores::kRowTiles; ++m) {
       uint32_t random[4] = {};
       if (plan.dropout.drop_below > 0)
-        plan.dropout.words_of_columns(options.first_row + first_query + column, first_key + Scores::row(m, 0, thread),
-                                      random);
+        plan.dropout.words_of_columns(options.first_number + first_query + column,
+                                      first_key + Scores::row(m, 0, thread), random);
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         const int key = first_key + Scores::row(m, q / 2, thread), query = first_query + column + q % 2;

@@ -17,22 +17,23 @@ DEVICE void store_rng(uint64_t* to, const RngState& state) {
 struct Dropout {
   RngSource rng;
   int64_t row_groups;   // counters per row: one for 4 keys
+  int64_t first_group;  // the counter of row 0 and key 0
   uint32_t drop_below;  // drops random words below this; 0: no dropout
 
   // Sets dropped probs to 0; the others are not scaled. s: (row_tiles, key_tiles) outputs of mma, whose first key,
-  // `first_key`, is a multiple of 4; number(m, half): the number of this thread's row.
+  // `first_key`, is a multiple of 4; number_of(m, half): the number of this thread's row.
   //
   // Four keys share a counter, and two lanes have two of them each, in the same two rows. So each lane computes the
   // words of one of these rows, and they exchange halves.
   template <int row_tiles, int key_tiles, class Number>
-  DEVICE void drop(float (&s)[row_tiles][key_tiles][4], const Number& number, int first_key) const {
+  DEVICE void drop(float (&s)[row_tiles][key_tiles][4], const Number& number_of, int first_key) const {
     const int lane = arch::opaque_thread_index() % 4;
     const bool odd = lane % 2 == 1;
-    const int group = first_key / 4 + lane / 2;
+    const int64_t group = first_group + (first_key / 4 + lane / 2);
     const RngState state = load_rng(rng);
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m) {
-      const uint64_t counter = uint64_t(number(m, lane % 2)) * uint64_t(row_groups) + uint64_t(group);
+      const uint64_t counter = uint64_t(number_of(m, lane % 2)) * uint64_t(row_groups) + uint64_t(group);
 #pragma unroll
       for (int n = 0; n < key_tiles; ++n) {
         uint32_t words[4];
@@ -49,16 +50,17 @@ struct Dropout {
   }
 
   // For transposed logits: the words of a thread's four elements of a tile. Rows are keys, of which the thread's first
-  // is `key`; columns are rows of the softmax, the thread's `number` and the next.
+  // is `key`; columns are rows of the softmax, the thread's `first_number` and the next.
   //
   // Four adjacent keys are in four lanes, 4 apart, which need one word each of four counters: two groups of keys by two
   // rows. So each lane computes the words of one counter, and the lanes transpose them.
-  DEVICE void words_of_columns(int64_t number, int key, uint32_t (&mine)[4]) const {
+  DEVICE void words_of_columns(int64_t first_number, int key, uint32_t (&mine)[4]) const {
     const int lane = arch::opaque_thread_index() / 4 % 4;
     const bool odd = lane % 2 == 1, high = lane / 2 == 1;
     const RngState state = load_rng(rng);
     uint32_t words[4];
-    arch::philox(state, uint64_t(number + lane % 2) * uint64_t(row_groups) + uint64_t(key / 4 + lane / 2 * 2), words);
+    const int64_t group = first_group + (key / 4 + lane / 2 * 2);
+    arch::philox(state, uint64_t(first_number + lane % 2) * uint64_t(row_groups) + uint64_t(group), words);
     uint32_t exchanged[4];
 #pragma unroll
     for (int k = 0; k < 4; k += 2) {
@@ -76,7 +78,7 @@ struct Dropout {
 };
 
 inline Dropout dropout_of(const AttentionParams& p) {
-  return {p.rng, p.dropout_pitch / 4, uint32_t(p.dropout_p * 4294967296.0)};
+  return {p.rng, p.dropout_counters.of_row, p.dropout_counters.first, uint32_t(p.dropout_p * 4294967296.0)};
 }
 
 }  // namespace cuda_ext::attention

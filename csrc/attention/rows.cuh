@@ -9,12 +9,19 @@ namespace cuda_ext::attention {
 
 using namespace tile;
 
-// The index in lse of a head's first row, and of any row. Also the number of the row for dropout.
+// The index in lse of a head's first row, and of any row.
 DEVICE int64_t first_lse_row(const AttentionParams& p, int q_begin, int batch, int head) {
   return p.cu_seqlens_q != nullptr ? head * p.total_q + q_begin : (batch * p.heads + head) * p.seqlen_q;
 }
 DEVICE int64_t lse_row(const AttentionParams& p, const Sequence& s, int batch, int head, int query) {
   return first_lse_row(p, s.q_begin, batch, head) + query;
+}
+
+// The number of a head's first row for dropout. With a branch, because sums of products by `heads` and `rows` of zero
+// for what is absent take more registers.
+DEVICE int64_t first_dropout_row(const AttentionParams& p, int q_begin, int batch, int head) {
+  const DropoutCounters& of = p.dropout_counters;
+  return p.cu_seqlens_q != nullptr ? head * of.rows + q_begin : (batch * of.heads + head) * of.rows;
 }
 
 template <class T>

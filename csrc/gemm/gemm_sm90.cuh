@@ -46,6 +46,7 @@
 #include "arch/tma.cuh"
 #include "arch/wgmma.cuh"
 #include "gemm/epilogue_sm90.cuh"
+#include "gemm/split_k_sm90.cuh"
 
 namespace cuda_ext::sm90 {
 
@@ -125,8 +126,9 @@ struct Gemm {
   DEVICE static int first_term(const WorkItem&) { return 0; }
   DEVICE static int64_t bias_offset(const GemmParams&, const WorkItem&) { return 0; }
 
-  // The first row of this consumer's part of the tile.
-  DEVICE static int first_row() { return kPingPong ? 0 : ConsumerThreads::consumer() * kWarpgroupM; }
+  // This consumer's part of the tile, and its first row there.
+  DEVICE static int part() { return kPingPong ? 0 : ConsumerThreads::consumer(); }
+  DEVICE static int first_row() { return part() * kWarpgroupM; }
   // That part in the output.
   DEVICE static Position position(const GemmParams& params, const WorkItem& work) {
     const int parts = has_gate_up(params) ? 2 : 1, columns = Rows::kColumns / parts;
@@ -319,28 +321,6 @@ DEVICE void multiply_item(const GemmPlan& plan, typename Gemm::Storage& shared, 
   release(before);
 }
 
-// Sums of a tile in memory: (parts, kRowBlocks, kVectors, kWarpgroup) vectors of 4. The first one of this thread:
-template <class Gemm>
-DEVICE int first_vector() {
-  return Gemm::first_row() * Gemm::kBlockN + ConsumerThreads::index() * 4;
-}
-// Calls f(offset from there, vector) for this thread's vectors of `sums`.
-template <class Gemm, class F>
-DEVICE void for_vectors(typename Gemm::Accumulators& sums, const F& f) {
-  constexpr int kVectors = Gemm::kRegisters / 4;
-#pragma unroll
-  for (int i = 0; i < Gemm::kRowBlocks; ++i)
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) f((i * kVectors + v) * (kWarpgroup * 4), &sums[i][4 * v]);
-}
-DEVICE arch::Words4 words_of(const float* x) {
-  return {{arch::float_bits(x[0]), arch::float_bits(x[1]), arch::float_bits(x[2]), arch::float_bits(x[3])}};
-}
-DEVICE void add_words(float* x, const arch::Words4& words) {
-#pragma unroll
-  for (int q = 0; q < 4; ++q) x[q] += arch::bits_float(words.data[q]);
-}
-
 // Sends this consumer's sums to the first of the blocks that divide k. Returns true there; `sums` are then the total.
 template <class Gemm>
 DEVICE bool add_in_cluster(const GemmPlan& plan, typename Gemm::Storage& shared, typename Gemm::Accumulators& sums) {
@@ -362,33 +342,6 @@ DEVICE bool add_in_cluster(const GemmPlan& plan, typename Gemm::Storage& shared,
   for (int other = 1; other < plan.k_blocks; ++other, from += kTile * sizeof(float))
     for_vectors<Gemm>(sums,
                       [&](int offset, float* x) { add_words(x, arch::load_shared<arch::Words4>(from + offset * 4)); });
-  return true;
-}
-
-// Stores this consumer's sums in the workspace. Returns true in the last block of the tile to arrive; its `sums` are
-// then the total over all blocks.
-template <class Gemm>
-DEVICE bool add_splits(const GemmPlan& plan, const WorkItem& work, uint32_t& arrived,
-                       typename Gemm::Accumulators& sums) {
-  constexpr int64_t kTile = Gemm::kBlockM * Gemm::kBlockN;
-  const int tile = work.tile(plan), part = Gemm::first_row() / Gemm::kWarpgroupM;
-  const int64_t split_floats = plan.tiles() * kTile;
-  float* const first = plan.partials + tile * kTile + first_vector<Gemm>();  // (splits, tiles, kTile)
-  float* const mine = first + work.split * split_floats;
-  for_vectors<Gemm>(sums, [&](int offset, const float* x) { arch::store_global(mine + offset, words_of(x)); });
-  ConsumerThreads::sync();  // the arrival releases what the whole warpgroup has written
-  if (ConsumerThreads::index() == 0) arrived = arch::atomic_add_acq_rel(plan.arrivals + tile * kConsumers + part, 1u);
-  ConsumerThreads::sync();
-  if (arrived + 1 < uint32_t(plan.splits)) return false;
-#pragma unroll
-  for (auto& row : sums)
-#pragma unroll
-    for (float& x : row) x = 0.0f;
-  const float* partial = first;
-#pragma unroll 1
-  for (int split = 0; split < plan.splits; ++split, partial += split_floats)
-    for_vectors<Gemm>(
-        sums, [&](int offset, float* x) { add_words(x, arch::load_global_streaming<arch::Words4>(partial + offset)); });
   return true;
 }
 
@@ -425,7 +378,7 @@ DEVICE void consume(const GemmParams& params, const GemmPlan& plan, typename Gem
       if (Gemm::kMaxKBlocks > 1 && plan.k_blocks > 1)
         has_total = add_in_cluster<Gemm>(plan, shared, sums);
       else if (plan.splits > 1)
-        has_total = add_splits<Gemm>(plan, work, shared.arrived[ConsumerThreads::consumer()], sums);
+        has_total = add_splits<Gemm>(plan, work.tile(plan), work.split, shared.arrived, sums);
       if (!has_total) continue;
     }
     store(Gemm::position(params, work), sums);

@@ -29,6 +29,9 @@ struct Rates {
   static constexpr double kRemoteBytes = 16;     // to the shared memory of another SM
   static constexpr double kRemoteLatency = 180;  // cycles
 
+  // Of L2, for each of the blocks that run: few share all of it, up to what one can receive.
+  double l2_bytes_of(int blocks) const { return std::min(kL2PortBytes, kL2Bytes * num_sms / blocks); }
+
   // Clusters that run at once. They do not cross the borders of GPCs, which have 16 or 18 SMs, or fewer: on an H100, 32
   // clusters of 4 took two waves.
   int clusters_at_once(int blocks) const {
@@ -124,13 +127,31 @@ inline double epilogue_bytes(const GemmParams& params) {
 }
 
 // Instructions of a warp's epilogue for 16 rows and 16 columns, about as in the machine code.
-inline double epilogue_instructions(const GemmParams& params, const GemmPlan& plan) {
+inline double epilogue_instructions(const GemmParams& params, bool tma_store) {
   const double activation = params.activation == Activation::kNone ? 0 : 300;
-  if (!plan.tma_store) return 400 + activation;
+  if (!tma_store) return 400 + activation;
   if (has_gate_up(params)) return 160 + activation / 2;
   const bool is_plain = activation == 0 && params.bias.data == nullptr && params.preact_out.data == nullptr;
   return is_plain ? 90 : 190 + activation;
 }
+
+// Cycles of the epilogue of a tile of `area` sums: of its instructions, and of all.
+inline double epilogue_issue(const GemmParams& params, bool tma_store, double area) {
+  return area * epilogue_instructions(params, tma_store) / (4 * 16 * 16 * Rates::kEpilogueIssue);
+}
+inline double epilogue_cycles(const GemmParams& params, bool tma_store, double area, double l2_rate) {
+  const double staged = tma_store ? 2 * double(size_of(params.out.dtype)) : 2 * sizeof(float);
+  const double moved = area * std::max(staged / Rates::kSharedBytes, epilogue_bytes(params) / l2_rate);
+  return std::max(moved, epilogue_issue(params, tma_store, area)) + 500;
+}
+
+// Cycles that splits of k add: an SM stores the sums of its items, and the last block of a tile reads those of all.
+constexpr double kSplit = 5500;  // clear_words, and waiting for the last block
+inline double split_cycles(double area, double items, int splits) {
+  return splits == 1 ? 0.0 : kSplit + (items + splits) * area * sizeof(float) / Rates::kL2Bytes;
+}
+constexpr int kMaxSplits = 32;
+constexpr int kMinSplitTiles = 4;  // about the time to fill the pipeline
 
 // The time of two resources in use at the same time, which contend if they take equally long: the 8-norm.
 inline double together(double x, double y) {
@@ -139,19 +160,17 @@ inline double together(double x, double y) {
   return most * std::sqrt(std::sqrt(std::sqrt(1 + fourth * fourth)));
 }
 
+constexpr double kStart = 1500;  // filling the pipeline
+
 // A k tile costs its arithmetic or its traffic in shared memory, where each row block of 64 reads all columns, and its
 // transfer from L2. Epilogues come on top, except where the other consumer multiplies meanwhile.
 inline Estimate estimate(const GemmParams& params, const GemmPlan& plan, const GemmConfig& config, const Rates& rates) {
-  constexpr double kStart = 1500;  // filling the pipeline
-  constexpr double kSplit = 5500;  // clear_words, and waiting for the last block
   const double element = double(size_of(params.a.dtype)), depth = kLineBytes / element;
   const double area = double(config.block_m) * config.block_n;
   const double lines = config.block_m + config.block_n;
   const int clusters = std::min(plan.clusters, rates.clusters_at_once(plan.cluster_blocks()));
   const double items = double(ceil_div(plan.items, clusters)), k_tiles = items * plan.split_k_tiles;
-  // Few SMs share all of L2, up to what one can receive.
-  const double l2_rate =
-      std::min(Rates::kL2PortBytes, Rates::kL2Bytes * rates.num_sms / (double(clusters) * plan.cluster_blocks()));
+  const double l2_rate = rates.l2_bytes_of(clusters * plan.cluster_blocks());
   // Lines of a tile beyond the matrix are not transferred.
   const double columns = config.swapped ? double(params.m) : double(params.n) * (has_gate_up(params) ? 2 : 1);
   const double rows = config.swapped ? double(params.n) * (has_gate_up(params) ? 2 : 1) : double(params.m);
@@ -164,10 +183,8 @@ inline Estimate estimate(const GemmParams& params, const GemmPlan& plan, const G
   cost.shared = k_tiles * (lines + row_blocks * (kRowBlock + config.block_n)) * kLineBytes / Rates::kSharedBytes;
   cost.l2 = k_tiles * loaded * kLineBytes / l2_rate;
 
-  const double out_bytes = epilogue_bytes(params);
-  const double staged = plan.tma_store ? 2 * double(size_of(params.out.dtype)) : 2 * sizeof(float);
-  const double issue = area * epilogue_instructions(params, plan) / (4 * 16 * 16 * Rates::kEpilogueIssue);
-  const double epilogue = std::max(area * std::max(staged / Rates::kSharedBytes, out_bytes / l2_rate), issue) + 500;
+  const double issue = epilogue_issue(params, plan.tma_store, area);
+  const double epilogue = epilogue_cycles(params, plan.tma_store, area, l2_rate);
   const double products = together(std::max(cost.tensor, cost.shared), cost.l2);
   double busy = products + items * epilogue;
   if (config.ping_pong)  // of the last epilogue nothing is hidden, unless a consumer's own tiles take longer
@@ -178,17 +195,14 @@ inline Estimate estimate(const GemmParams& params, const GemmPlan& plan, const G
   // All blocks together cannot read faster than memory.
   const double bytes = (double(params.m) * params.k + double(params.k) * params.n * (has_gate_up(params) ? 2 : 1)) *
                            element * double(plan.batches) * plan.all_k_tiles / plan.k_tiles +
-                       double(params.m) * params.n * plan.batches * out_bytes;
+                       double(params.m) * params.n * plan.batches * epilogue_bytes(params);
   cost.memory = bytes / (Rates::kMemoryBytes * rates.num_sms);
   cost.latency = kStart;
   if (plan.cluster_blocks() > 1)
     cost.latency += 2 * Rates::kRemoteLatency;  // its barriers at the beginning and the end
   if (plan.k_blocks > 1)                        // the first block receives the sums of the others
     cost.latency += Rates::kRemoteLatency + (plan.k_blocks - 1) * area * sizeof(float) / Rates::kRemoteBytes;
-  if (plan.splits > 1) {
-    const double sums = area * sizeof(float) / Rates::kL2Bytes;
-    cost.latency += kSplit + (items + plan.splits) * sums;
-  }
+  cost.latency += split_cycles(area, items, plan.splits);
   cost.total = together(busy, cost.memory) + cost.latency;
   return cost;
 }
@@ -307,9 +321,7 @@ inline GemmPlan make_plan(const GemmParams& params, int index, int cluster, cons
 // The plan with the lowest predicted time, of operands where they are.
 inline GemmChoice choose_in_place(const GemmParams& params, bool tf32, const rt::Device& device,
                                   const Restriction& only) {
-  constexpr int kMaxSplits = 32;
-  constexpr int kMaxCluster = 8;     // that every device supports
-  constexpr int kMinSplitTiles = 4;  // about the time to fill the pipeline
+  constexpr int kMaxCluster = 8;  // that every device supports
   GemmChoice choice;
   OperandLoads a, b;
   choice.refusal = refusal_of(params, tf32, device, a, b);

@@ -37,6 +37,7 @@ struct ScaledGemmParams {
   Operand c;  // (m, n)
   // Sums may stay in the tensor cores, which keep about 14 bits of them. Without effect if scales depend on the block.
   bool fast_accum = false;
+  bool batch_invariant = false;  // the bits of a row do not depend on the number of rows
   Output out;
   // Not on the CPU, where each group is a product of its own. Groups of rows: b (k, n) is the first of the matrices,
   // which are one, (groups n, k), in memory; its scales and the bias have these strides; without c. Groups of terms:

@@ -13,10 +13,11 @@ ScaledGemmChoice choose_scaled_gemm_cuda(const ScaledGemmParams& params, const R
                             kBuiltForSm90a ? "" : kNotBuiltForSm90a, only);
 }
 
-void launch_scaled_gemm_cuda(const ScaledGemmParams& params, const ScaledGemmChoice& choice, void* stream) {
+void launch_scaled_gemm_cuda(const ScaledGemmParams& params, const ScaledGemmChoice& choice,
+                             const AllocateWorkspace& allocate, void* stream) {
   if constexpr (kBuiltForSm90a)
     if (choice.kernel == ScaledGemmChoice::Kernel::kSm90)
-      return launch_scaled_gemm_sm90(params, choice.plan_sm90, stream);
+      return launch_scaled_gemm_sm90(params, choice.plan_sm90, allocate, stream);
   if constexpr (kBuiltForSm89)
     if (choice.kernel == ScaledGemmChoice::Kernel::kSm89) launch_scaled_gemm_sm89(params, stream);
 }

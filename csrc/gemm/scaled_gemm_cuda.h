@@ -9,6 +9,7 @@ namespace cuda_ext {
 ScaledGemmChoice choose_scaled_gemm_cuda(const ScaledGemmParams& params, const Restriction& only);
 // Launches the product on `stream`, an rt::Stream, as chosen. Its operands are contiguous along k, lines aligned to 16
 // bytes.
-void launch_scaled_gemm_cuda(const ScaledGemmParams& params, const ScaledGemmChoice& choice, void* stream);
+void launch_scaled_gemm_cuda(const ScaledGemmParams& params, const ScaledGemmChoice& choice,
+                             const AllocateWorkspace& allocate, void* stream);
 
 }  // namespace cuda_ext

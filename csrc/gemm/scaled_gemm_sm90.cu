@@ -1,4 +1,4 @@
-// Tensor maps, and the choice of the instantiation.
+// Tensor maps, workspace, and the choice of the instantiation.
 #include "gemm/scaled_gemm_sm90.h"
 
 #include "gemm/gemm_passes.h"
@@ -31,7 +31,9 @@ void launch_types(const ScaledGemmParams& params, const GemmParams& epilogue, co
 }  // namespace
 }  // namespace sm90
 
-void launch_scaled_gemm_sm90(const ScaledGemmParams& params, const sm90::ScaledPlan& plan, void* stream) {
+void launch_scaled_gemm_sm90(const ScaledGemmParams& params, sm90::ScaledPlan plan, const AllocateWorkspace& allocate,
+                             void* stream) {
+  provide_workspace("scaled_gemm_sm90", allocate, [&](void* data) { return sm90::assign_workspace(data, plan); });
   const GemmParams epilogue = without_scales(params);
   sm90::TensorMaps maps;
   maps.a = sm90::scaled_operand_map(params.a, params.k, params.m, params.a.row_stride, sm90::kRowBlock);
@@ -42,6 +44,7 @@ void launch_scaled_gemm_sm90(const ScaledGemmParams& params, const sm90::ScaledP
   sm90::GemmPlan of_output;
   of_output.batches = of_terms ? int(params.groups.count) : 1;
   if (plan.tma_store) maps.out = sm90::output_map(epilogue, of_output, epilogue.out, 1);
+  if (plan.splits > 1) launch_clear_words(plan.arrivals, plan.tiles() * sm90::kConsumers, stream);
   if (grouped)
     launch_clear_rest(params.groups, params.m, params.n * size_of(params.out.dtype), params.out.data, stream);
   if (of_terms) return sm90::ScaledTermsSm90<float8_e4m3_t>::launch(params, epilogue, plan, maps, stream);

@@ -4,7 +4,8 @@
 //                GemmParams.
 // Tile           (block_m, block_n), in k tiles of 128: a line of 128 bytes, and one block of scales.
 // Blocks         are persistent: cluster c computes work items c, c + clusters, ... An item is a tile for each block of
-//                the cluster, adjacent along n, and its k tiles: all, or those of a group of terms, at least one.
+//                the cluster, adjacent along n, and its k tiles: all, a part of them if k is split, or those of a group
+//                of terms, at least one.
 // Warpgroups     0: warp 0 is the producer, warp 1 reads scales and hands on the items. 1, 2: consumers, which take the
 //                tile's blocks of 64 rows by turns. Blocks without rows, after the end of the matrix or group, are
 //                neither loaded nor multiplied.
@@ -13,36 +14,43 @@
 //                empty[stage]: 1 arrival per consumer warp of each block of the cluster.
 //                Named barriers 1, 2: the 128 threads of a consumer, around what they share in shared memory.
 // Shared memory  per stage (block_m + block_n) lines of 128 bytes, as many scales, and the item; per consumer 16 KB to
-//                stage the output and a bias of block_n floats; barriers. 186, 203 or 227 KB.
+//                stage the output, a bias of block_n floats and a split-k arrival; barriers. 186 to 227 KB.
 // Registers      168 at launch, then 40 for warpgroup 0 and 232 for consumers: 64 of a k tile's product, and 128 or 64
-//                of sums; without promotion 128 of sums.
+//                of sums, or 32 and 32; without promotion 128 of sums.
 // Promotion      The tensor cores add products of FP8 with about 14 bits (simt/float8_sum.h). So a wgmma sums 128 terms
 //                at most; then the product, times the scales of its row, column and block, is added to float32
 //                registers. Meanwhile the other consumer multiplies. If all columns of a tile have one scale, it is
 //                multiplied with that of the row first; scales of columns that are the same for all k come at the end.
 //                Without promotion (fast_accum) the sums stay in the tensor cores, and all scales come at the end.
+// Split k        through memory as in gemm_sm90.cuh, for products of few tiles. What comes at the end is done once, by
+//                the block that has the total.
 #pragma once
 
 #include "arch/cluster.cuh"
 #include "gemm/epilogue_sm90.cuh"
 #include "gemm/scaled_tiles_sm90.h"
+#include "gemm/split_k_sm90.cuh"
 
 namespace cuda_ext::sm90 {
 
-// The tile of this block in a work item.
+// The tile of this block in a work item, and its part of k.
 struct ScaledItem {
-  int row, column;  // the first
-  int row_end;      // of the matrix or of the group of rows
-  int group;        // of rows, or 0
+  static constexpr int group = 0;
 
-  DEVICE arch::Words4 words() const { return {{uint32_t(row), uint32_t(column), uint32_t(row_end), uint32_t(group)}}; }
+  int row, column;  // the first
+  int split;
+
+  DEVICE arch::Words4 words() const { return {{uint32_t(row), uint32_t(column), uint32_t(split), 0u}}; }
   DEVICE static ScaledItem of(const arch::Words4& words) {
-    return {int(words.data[0]), int(words.data[1]), int(words.data[2]), int(words.data[3])};
+    return {int(words.data[0]), int(words.data[1]), int(words.data[2])};
   }
-  DEVICE int end_of_rows(const ScaledGemmParams&) const { return row_end; }
-  DEVICE int line_of_b(const ScaledGemmParams& params) const { return group * int(params.n) + column; }
-  DEVICE int first_k_tile() const { return 0; }
-  DEVICE int k_tiles(const ScaledPlan& plan) const { return plan.k_tiles; }
+  DEVICE int end_of_rows(const ScaledGemmParams& params) const { return int(params.m); }
+  DEVICE int line_of_b(const ScaledGemmParams&) const { return column; }
+  DEVICE int first_k_tile(const ScaledPlan& plan) const { return split * plan.split_k_tiles; }
+  DEVICE int k_tiles(const ScaledPlan& plan) const {
+    const int left = plan.k_tiles - first_k_tile(plan);
+    return left < plan.split_k_tiles ? left : plan.split_k_tiles;
+  }
 };
 
 // One instantiation of the kernel: its constants, and what the epilogue needs to know (epilogue_sm90.cuh).
@@ -52,20 +60,25 @@ struct ScaledGemm {
   using OperandB = B;
   static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
   using Item = ScaledItem;
-  using Position = GroupPosition;
+  using Position = epilogue::TilePosition;
   static constexpr Groups::Cut kCut = Groups::Cut::kNone;
-  DEVICE static int items(const ScaledGemmParams&, const ScaledPlan& plan) { return plan.items(); }
+  DEVICE static int items(const ScaledGemmParams&, const ScaledPlan& plan) { return plan.splits * plan.items(); }
   // Called by all lanes of a warp.
-  DEVICE static ScaledItem item(const ScaledGemmParams& params, const ScaledPlan& plan, int index) {
-    const RowAndColumn place = place_in_bands(index, plan.row_tiles, plan.column_groups, plan.raster);
-    return {place.row * kBlockM, first_column(plan, place.column), int(params.m), 0};
+  DEVICE static ScaledItem item(const ScaledGemmParams&, const ScaledPlan& plan, int index) {
+    const int items = plan.items();
+    const RowAndColumn place = place_in_bands(index % items, plan.row_tiles, plan.column_groups, plan.raster);
+    return {place.row * kBlockM, first_column(plan, place.column), index / items};
   }
   DEVICE static int first_column(const ScaledPlan& plan, int column_group) {
     return (column_group * plan.cluster + (plan.cluster > 1 ? arch::cluster_rank() : 0)) * kBlockN;
   }
   // The part of a consumer in the output.
-  DEVICE static GroupPosition position(const ScaledItem& item) {
-    return {{0, item.row + first_row(), item.column, Rows::kColumns}, item.row_end};
+  DEVICE static epilogue::TilePosition position(const ScaledItem& item) {
+    return {0, item.row + first_row(), item.column, Rows::kColumns};
+  }
+  // The tile of an item among those of the output.
+  DEVICE static int tile(const ScaledPlan& plan, const ScaledItem& item) {
+    return item.column / kBlockN * plan.row_tiles + item.row / kBlockM;
   }
   static constexpr bool kColumnsVary = columns_vary;  // as in ScaledPlan
   static constexpr bool kSwapped = false;
@@ -93,13 +106,15 @@ struct ScaledGemm {
     alignas(1024) unsigned char staging[kConsumers][4 * kSlabsBytes];
     float bias[kConsumers][kBlockN];
     StageScales scales[kStages];
-    arch::Words4 items[kStages];  // the ScaledItem of each stage
+    arch::Words4 items[kStages];  // of each stage
     Barrier full[kStages], empty[kStages];
+    uint32_t arrived[kConsumers];  // split k: the number of blocks of this part that arrived before this one
   };
   static_assert(sizeof(Stage) % 1024 == 0 && sizeof(Storage) <= 227 * 1024 && Rows::kBytes <= 4 * kSlabsBytes);
 
-  // The first row of this consumer in the tile.
-  DEVICE static int first_row() { return ConsumerThreads::consumer() * kRowBlock; }
+  // This consumer's part of the tile, and its first row there.
+  DEVICE static int part() { return ConsumerThreads::consumer(); }
+  DEVICE static int first_row() { return part() * kRowBlock; }
 };
 
 // The scales of the columns of the matrix b of a group.
@@ -124,9 +139,9 @@ DEVICE void for_k_tiles(const ScaledGemmParams& params, const ScaledPlan& plan, 
 #pragma unroll 1
   for (int index = arch::block_x() / plan.cluster; index < items; index += plan.clusters) {
     const typename Gemm::Item item = Gemm::item(params, plan, index);
-    const int end = item.first_k_tile() + item.k_tiles(plan);
+    const int first = item.first_k_tile(plan), end = first + item.k_tiles(plan);
 #pragma unroll 1
-    for (int k_tile = item.first_k_tile(); k_tile < end; ++k_tile, ring.advance()) f(item, k_tile, ring);
+    for (int k_tile = first; k_tile < end; ++k_tile, ring.advance()) f(item, k_tile, ring);
   }
 }
 
@@ -297,12 +312,12 @@ DEVICE void multiply_scaled(const ScaledPlan& plan, int k_tiles, int row_blocks,
 
 // The same, but the tensor cores add.
 template <class Gemm>
-DEVICE void multiply_fast(const ScaledPlan& plan, typename Gemm::Storage& shared, Ring<Gemm::kStages>& ring,
-                          typename Gemm::Accumulators& sums) {
+DEVICE void multiply_fast(const ScaledPlan& plan, int k_tiles, typename Gemm::Storage& shared,
+                          Ring<Gemm::kStages>& ring, typename Gemm::Accumulators& sums) {
   static_assert(Gemm::kRowBlocks == 1);
   const OperandDescriptors<Gemm> operands(shared);
   int before = -1;  // the stage that products in flight may still read
-  int left = plan.k_tiles;
+  int left = k_tiles;
   do {
     // Wait for the stage, and issue its products.
     arch::barrier_wait(shared.full[ring.stage], ring.parity);
@@ -392,12 +407,14 @@ DEVICE void consume_scaled(const ScaledGemmParams& params, const GemmParams& epi
     if (plan.tma_store)
       stage_bias<Gemm>(epilogue, item.column / Gemm::kBlockN, item.group * params.bias_group_stride, shared);
     typename Gemm::Accumulators sums;
-    if constexpr (Gemm::kPromotes) {
+    if constexpr (Gemm::kPromotes)
       multiply_scaled<Gemm>(plan, item.k_tiles(plan), own_blocks, shared, ring, sums);
-    } else {
-      multiply_fast<Gemm>(plan, shared, ring, sums);
-      scale_rows<Gemm>(params.scale_a, item.row + Gemm::first_row(), params.m, sums);
-    }
+    else
+      multiply_fast<Gemm>(plan, item.k_tiles(plan), shared, ring, sums);
+    if constexpr (Gemm::kCut == Groups::Cut::kNone)
+      if (plan.splits > 1 && !add_splits<Gemm>(plan, Gemm::tile(plan, item), item.split, shared.arrived, sums))
+        continue;  // another block adds the sums of the tile
+    if constexpr (!Gemm::kPromotes) scale_rows<Gemm>(params.scale_a, item.row + Gemm::first_row(), params.m, sums);
     if (!Gemm::kColumnsVary && !params.scale_b.has_blocks)
       scale_columns<Gemm>(scales_of_columns(params, item.group), item.column, params.n, sums);
     const typename Gemm::Position tile = Gemm::position(item);

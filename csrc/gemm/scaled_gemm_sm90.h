@@ -33,6 +33,7 @@ struct ScaledTermsSm90 {
 }  // namespace sm90
 
 // Launches the product on `stream`, an rt::Stream, as planned for these parameters (sm90::choose_scaled_plan).
-void launch_scaled_gemm_sm90(const ScaledGemmParams& params, const sm90::ScaledPlan& plan, void* stream);
+void launch_scaled_gemm_sm90(const ScaledGemmParams& params, sm90::ScaledPlan plan, const AllocateWorkspace& allocate,
+                             void* stream);
 
 }  // namespace cuda_ext

@@ -15,13 +15,18 @@ void ScaledGemmSm90<A, B>::launch(const ScaledGemmParams& params, const GemmPara
     launch_clusters<scaled_gemm_sm90<Kernel>, Kernel>("scaled_gemm_sm90", plan.clusters, plan.cluster, stream, params,
                                                       epilogue, plan, maps);
   };
-  static_assert(kNumScaledConfigs == 3);
-  if (plan.config == 0)
-    plan.columns_vary ? launch_kernel.template operator()<0, true>() : launch_kernel.template operator()<0, false>();
-  else if (plan.config == 1)
-    plan.columns_vary ? launch_kernel.template operator()<1, true>() : launch_kernel.template operator()<1, false>();
-  else  // without promotion scales do not depend on the block
-    launch_kernel.template operator()<2, false>();
+  const auto launch_config = [&]<int config>() {
+    if constexpr (kScaledConfigs[config].promotes)  // else scales do not depend on the block
+      if (plan.columns_vary) return launch_kernel.template operator()<config, true>();
+    launch_kernel.template operator()<config, false>();
+  };
+  static_assert(kNumScaledConfigs == 4);
+  switch (plan.config) {
+    case 0: return launch_config.template operator()<0>();
+    case 1: return launch_config.template operator()<1>();
+    case 2: return launch_config.template operator()<2>();
+    default: return launch_config.template operator()<3>();
+  }
 }
 
 }  // namespace cuda_ext::sm90

@@ -12,19 +12,40 @@
 
 namespace cuda_ext::sm90 {
 
+// The tile of this block in a work item of a group of rows.
+struct ScaledGroupsItem {
+  int row, column;  // the first
+  int row_end;      // of the group
+  int group;
+
+  DEVICE arch::Words4 words() const { return {{uint32_t(row), uint32_t(column), uint32_t(row_end), uint32_t(group)}}; }
+  DEVICE static ScaledGroupsItem of(const arch::Words4& words) {
+    return {int(words.data[0]), int(words.data[1]), int(words.data[2]), int(words.data[3])};
+  }
+  DEVICE int end_of_rows(const ScaledGemmParams&) const { return row_end; }
+  DEVICE int line_of_b(const ScaledGemmParams& params) const { return group * int(params.n) + column; }
+  DEVICE int first_k_tile(const ScaledPlan&) const { return 0; }
+  DEVICE int k_tiles(const ScaledPlan& plan) const { return plan.k_tiles; }
+};
+
 template <class A, class B, ScaledConfig config>
 struct ScaledGroups : ScaledGemm<A, B, config, false> {
   using Base = ScaledGemm<A, B, config, false>;
+  using Item = ScaledGroupsItem;
+  using Position = GroupPosition;
   static constexpr Groups::Cut kCut = Groups::Cut::kRows;
 
   DEVICE static GroupedRows<false> rows(const ScaledGemmParams& params, const ScaledPlan& plan) {
     return {params.groups, int(params.m), Base::kBlockM, plan.column_groups};
   }
   DEVICE static int items(const ScaledGemmParams& params, const ScaledPlan& plan) { return rows(params, plan).tiles(); }
-  DEVICE static ScaledItem item(const ScaledGemmParams& params, const ScaledPlan& plan, int index) {
+  DEVICE static ScaledGroupsItem item(const ScaledGemmParams& params, const ScaledPlan& plan, int index) {
     const GroupTile tile = rows(params, plan).find(index);
     const RowAndColumn place = place_in_bands(tile.index, tile.row_tiles, plan.column_groups, plan.raster);
     return {tile.begin + place.row * Base::kBlockM, Base::first_column(plan, place.column), tile.end, tile.group};
+  }
+  DEVICE static GroupPosition position(const ScaledGroupsItem& item) {
+    return {{0, item.row + Base::first_row(), item.column, Base::Rows::kColumns}, item.row_end};
   }
 };
 
@@ -41,7 +62,7 @@ struct ScaledTermsItem {
   }
   DEVICE int end_of_rows(const ScaledGemmParams& params) const { return int(params.m); }
   DEVICE int line_of_b(const ScaledGemmParams&) const { return column; }
-  DEVICE int first_k_tile() const { return first; }
+  DEVICE int first_k_tile(const ScaledPlan&) const { return first; }
   DEVICE int k_tiles(const ScaledPlan&) const { return count; }
 };
 

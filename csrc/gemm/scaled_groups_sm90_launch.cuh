@@ -27,7 +27,7 @@ void ScaledGroupsSm90<A>::launch(const ScaledGemmParams& params, const GemmParam
     launch_clusters<scaled_gemm_sm90<Kernel>, Kernel>("scaled_gemm_sm90", plan.clusters, plan.cluster, stream, params,
                                                       epilogue, plan, maps);
   };
-  static_assert(kNumScaledConfigs == 3);
+  static_assert(kNumGroupedScaledConfigs == 3);
   switch (plan.config) {
     case 0: return launch_kernel.template operator()<0>();
     case 1: return launch_kernel.template operator()<1>();

@@ -11,7 +11,6 @@ struct ScaledGemmChoice {
   Kernel kernel = Kernel::kNone;
   sm90::ScaledPlan plan_sm90;
   std::string refusal;  // why it is not the kernel on wgmma, or why there is none
-  int64_t cost = 0;     // of plans for wgmma, to compare them
 };
 
 // `missing`: why this build has no code of the kernel for the device, or empty. `only`: of plans for wgmma; ignored if
@@ -28,7 +27,7 @@ inline ScaledGemmChoice choose_scaled_gemm(const ScaledGemmParams& params, const
   };
   sm90::ScaledChoice wgmma = choose(only);
   if (!wgmma.refusal.empty()) wgmma = choose({});
-  if (wgmma.refusal.empty()) return {Kernel::kSm90, wgmma.plan, "", wgmma.cost};
+  if (wgmma.refusal.empty()) return {Kernel::kSm90, wgmma.plan, ""};
   if (is_hopper) return {.plan_sm90 = {}, .refusal = wgmma.refusal};
   std::string refusal = sm80::scaled_refusal(params, device.compute_capability);
   if (refusal.empty()) refusal = missing_sm89;

@@ -120,14 +120,19 @@ HOST_DEVICE ItemPlace place_of_item(const GemmPlan& plan, int item) {
   return {outer / plan.batches, outer % plan.batches, place.row, place.column};
 }
 
+// Assigns the arrays of a plan that divides k. `area`: of a tile.
+template <class Plan>
+void assign_splits(WorkspaceCursor& cursor, int64_t area, Plan& plan) {
+  if (plan.splits == 1) return;
+  cursor.allocate(plan.arrivals, int64_t(plan.tiles()) * kConsumers);
+  cursor.allocate(plan.partials, int64_t(plan.splits) * plan.tiles() * area);
+}
+
 // Assigns the arrays of `plan` in the workspace at `data`, which may be null to find the size.
 inline WorkspaceCursor assign_workspace(const GemmParams& params, void* data, GemmPlan& plan) {
   const GemmConfig& config = kConfigs[plan.config];
   WorkspaceCursor cursor(data);
-  if (plan.splits > 1) {
-    cursor.allocate(plan.arrivals, int64_t(plan.tiles()) * kConsumers);
-    cursor.allocate(plan.partials, int64_t(plan.splits) * plan.tiles() * config.block_m * config.block_n);
-  }
+  assign_splits(cursor, config.block_m * config.block_n, plan);
   if (params.bias_grad.data != nullptr)
     cursor.allocate(plan.bias_sums, ceil_div(params.m, kRowBlock) * (params.gated ? 2 : 1) * params.n);
   return cursor;

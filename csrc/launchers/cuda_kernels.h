@@ -28,7 +28,7 @@ struct CudaKernels {
   sm90::GemmChoice (*choose_grouped)(const GemmParams&);
   rt::Device (*gemm_device)();
   ScaledGemmChoice (*choose_scaled_gemm)(const ScaledGemmParams&, const Restriction&);
-  void (*scaled_gemm)(const ScaledGemmParams&, const ScaledGemmChoice&, void* stream);
+  void (*scaled_gemm)(const ScaledGemmParams&, const ScaledGemmChoice&, const AllocateWorkspace&, void* stream);
   void (*quantize)(const QuantizeParams&, const AllocateWorkspace&, void* stream);
   void (*activation_grad)(const ActivationGradParams&, const AllocateWorkspace&, void* stream);
   void (*combine_experts)(const CombineParams&, void* stream);

@@ -27,9 +27,23 @@ Tensor empty_lse(const Tensor& query, const AttentionShape& shape, bool varlen) 
                 : empty_on(query.device(), {shape.batch, shape.heads, shape.seqlen_q}, type);
 }
 
-// Reserves the random numbers of a call. Returns (seed, offset) on `device`, from which backward recomputes them; empty
-// without dropout. by_kernel: the kernel of forward will write them.
-Tensor draw_rng_state(AttentionParams& p, at::Device device, bool by_kernel) {
+// The random numbers of rng_state, (2,): of a kernel that runs on a GPU, or of one that reads them now.
+RngSource rng_of(const char* op, const OptionalTensor& given, const Tensor& query, bool on_cuda) {
+  CUDA_EXT_CHECK(is_given(given), op, "expected rng_state with dropout, as the forward returned it, got None");
+  const Tensor& rng_state = *given;
+  CUDA_EXT_CHECK(rng_state.numel() == 2 && rng_state.scalar_type() == at::kLong, op,
+                 "expected rng_state of shape (2,) and dtype int64, as the forward returned it, got ",
+                 shape_string(rng_state), " and dtype ", dtype_name(rng_state.scalar_type()));
+  check_same_device(op, "rng_state", rng_state, "query", query);
+  const auto* const values = static_cast<const uint64_t*>(rng_state.const_data_ptr());
+  if (on_cuda) return {values, values + 1, 0, 0};
+  return {nullptr, nullptr, values[0], values[1]};
+}
+
+// Reserves the random numbers of a call, or takes those of `given`. Returns (seed, offset) on the device of query, from
+// which backward recomputes them; empty without dropout. by_kernel: the kernel of forward will write them.
+Tensor draw_rng_state(AttentionParams& p, const char* op, const OptionalTensor& given, const Tensor& query,
+                      bool by_kernel) {
   if (p.dropout_p == 0) {
     // All calls share one tensor, which has no elements.
     static const Tensor none = [] {
@@ -38,27 +52,13 @@ Tensor draw_rng_state(AttentionParams& p, at::Device device, bool by_kernel) {
     }();
     return none;
   }
-  p.rng = draw_rng(device);
-  Tensor state = empty_on(device, {2}, at::kLong);
+  p.rng = is_given(given) ? rng_of(op, given, query, by_kernel || query.is_cuda()) : draw_rng(query.device());
+  Tensor state = empty_on(query.device(), {2}, at::kLong);
   if (by_kernel)
     p.rng_state = static_cast<uint64_t*>(state.mutable_data_ptr());
   else
     store_rng(p.rng, state);
   return state;
-}
-
-void set_rng(AttentionParams& p, const char* op, const Tensor& rng_state, const Tensor& query, bool on_cuda) {
-  CUDA_EXT_CHECK(rng_state.defined(), op, "expected rng_state with dropout, as the forward returned it, got None");
-  CUDA_EXT_CHECK(rng_state.numel() == 2 && rng_state.scalar_type() == at::kLong, op,
-                 "expected rng_state of shape (2,) and dtype int64, as the forward returned it, got ",
-                 shape_string(rng_state), " and dtype ", dtype_name(rng_state.scalar_type()));
-  check_same_device(op, "rng_state", rng_state, "query", query);
-  const auto* const values = static_cast<const uint64_t*>(rng_state.const_data_ptr());
-  if (on_cuda) {
-    p.rng = {values, values + 1, 0, 0};
-  } else {
-    p.rng = {nullptr, nullptr, values[0], values[1]};
-  }
 }
 
 // Fills the indices of dimension `dim` from `first` on.
@@ -67,25 +67,27 @@ void fill_from(const Tensor& tensor, int64_t dim, int64_t first, double value) {
 }
 
 // Forward on a CUDA device that has no kernel for the dtype or head dims.
-std::tuple<Tensor, Tensor, Tensor> composed_forward(const Tensor& query, const Tensor& key, const Tensor& value,
+std::tuple<Tensor, Tensor, Tensor> composed_forward(const char* op, const Tensor& query, const Tensor& key,
+                                                    const Tensor& value, const OptionalTensor& given_rng_state,
                                                     const Options& o) {
   const Composing composing(query.device());
   AttentionParams p;
   p.dropout_p = o.dropout_p;
-  Tensor rng_state = draw_rng_state(p, query.device(), /*by_kernel=*/false);
+  Tensor rng_state = draw_rng_state(p, op, given_rng_state, query, /*by_kernel=*/false);
   auto [out, lse] = composed_attention(query, key, value, o, rng_state);
   return {out.contiguous(), lse.contiguous(), std::move(rng_state)};
 }
 
 std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
-                                           const Options& o) {
+                                           const Options& o, const OptionalTensor& given_rng_state = {}) {
   const AttentionShape shape = check_attention(op, query, key, value, o);
   const CudaKernels* cuda = cuda_kernels(op, query.device());
   if (cuda != nullptr) {
     if (!has_attention_kernel(*cuda, query, shape.dim, shape.dim_v, /*backward=*/false))
-      return composed_forward(query, key, value, o);
+      return composed_forward(op, query, key, value, given_rng_state, o);
     if (is_padded(shape)) {
-      auto [out, lse, rng_state] = forward(op, padded(query), padded(key), padded(value), padded_options(o, shape));
+      auto [out, lse, rng_state] =
+          forward(op, padded(query), padded(key), padded(value), padded_options(o, shape), given_rng_state);
       return {unpadded(out, shape.dim_v), std::move(lse), std::move(rng_state)};
     }
   }
@@ -96,7 +98,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, 
   out_sizes.back() = shape.dim_v;
   Tensor out = empty_on(query.device(), out_sizes, query.scalar_type());
   Tensor lse = empty_lse(query, shape, o.is_varlen());
-  Tensor rng_state = draw_rng_state(p, query.device(), cuda != nullptr);
+  Tensor rng_state = draw_rng_state(p, op, given_rng_state, query, cuda != nullptr);
   p.out = view_of(out);
   p.lse = lse.mutable_data_ptr();
   if (cuda != nullptr) {
@@ -115,10 +117,11 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, 
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> flash_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                           VARLEN_OPTIONS(OptionalTensor)) {
-  const Options o{VARLEN_NAMES};
+                                                           VARLEN_OPTIONS(OptionalTensor), PART_OPTIONS,
+                                                           const OptionalTensor& rng_state) {
+  const Options o{VARLEN_NAMES, PART_NAMES};
   // The op that the user called; errors name it.
-  return forward(o.is_varlen() ? "flash_attention_varlen" : "flash_attention", query, key, value, o);
+  return forward(o.is_varlen() ? "flash_attention_varlen" : "flash_attention", query, key, value, o, rng_state);
 }
 
 std::tuple<Tensor, Tensor> flash_attention(const Tensor& query, const Tensor& key, const Tensor& value, DENSE_OPTIONS) {
@@ -181,7 +184,7 @@ Gradients backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const
   AttentionOperands operands;
   fill_params(p, operands, shape, query, key, value, o, cuda != nullptr);
   p.deterministic = o.deterministic.value_or(at::globalContext().deterministicAlgorithms());
-  if (o.dropout_p > 0) set_rng(p, op, value_or_empty(rng_state), query, cuda != nullptr);
+  if (o.dropout_p > 0) p.rng = rng_of(op, rng_state, query, cuda != nullptr);
   const Tensor dense_out = with_dense_rows(out, cuda != nullptr),
                dense_grad_out = with_dense_rows(grad_out, cuda != nullptr);
   const Tensor dense_lse = lse.contiguous();
@@ -233,8 +236,17 @@ Gradients backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
     const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
     const Tensor& out, const Tensor& lse, const OptionalTensor& rng_state, bool needs_grad_bias,
-    VARLEN_OPTIONS(OptionalTensor)) {
-  return backward(grad_out, grad_lse, query, key, value, out, lse, rng_state, needs_grad_bias, {VARLEN_NAMES});
+    VARLEN_OPTIONS(OptionalTensor), PART_OPTIONS) {
+  return backward(grad_out, grad_lse, query, key, value, out, lse, rng_state, needs_grad_bias,
+                  {VARLEN_NAMES, PART_NAMES});
+}
+
+// The random numbers that flash_attention with dropout would have now, for calls of its parts.
+Tensor draw_attention_rng(at::Device device) {
+  Tensor state = empty_on(device, {2}, at::kLong);
+  const c10::DeviceGuard guard(state.device());
+  store_rng(draw_rng(state.device()), state);
+  return state;
 }
 
 namespace {
@@ -267,14 +279,19 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
       "flash_attention_varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor "
       "cu_seqlens_k, " VARLEN_SCHEMA ") -> (Tensor out, Tensor lse)",
       random);
-  m.def("flash_attention_forward(Tensor query, Tensor key, Tensor value, " OPTIONAL_VARLEN_SCHEMA
-        ") -> (Tensor out, Tensor lse, Tensor rng_state)",
+  m.def("flash_attention_forward(Tensor query, Tensor key, Tensor value, " OPTIONAL_VARLEN_SCHEMA PART_SCHEMA
+        ", Tensor? rng_state=None) -> (Tensor out, Tensor lse, Tensor rng_state)",
         random);
   m.def(
       "flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-      "Tensor out, Tensor lse, Tensor? rng_state, bool needs_grad_bias=False, " OPTIONAL_VARLEN_SCHEMA
+      "Tensor out, Tensor lse, Tensor? rng_state, bool needs_grad_bias=False, " OPTIONAL_VARLEN_SCHEMA PART_SCHEMA
       ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks, Tensor grad_bias)",
       {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout});
+  m.def("draw_attention_rng(Device device) -> Tensor", {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CompositeExplicitAutograd, m) {
+  m.impl("draw_attention_rng", draw_attention_rng);
 }
 
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) {

@@ -106,8 +106,8 @@ struct FlashAttentionBackward : torch::autograd::Function<FlashAttentionBackward
     }
     static const auto op = find_op<decltype(flash_attention_backward)>(CUDA_EXT_OP("flash_attention_backward"));
     auto [grad_query, grad_key, grad_value, grad_sinks, grad_bias] =
-        o.call_varlen(op, grad_out, optional(grad_lse), query, key, value, transposed_out(saved[3]), lse,
-                      optional(saved[5]), wants_bias);
+        o.call_backward(op, grad_out, optional(grad_lse), query, key, value, transposed_out(saved[3]), lse,
+                        optional(saved[5]), wants_bias);
     return {transposed(grad_query), transposed(grad_key), transposed(grad_value), wants_sinks ? grad_sinks : Tensor(),
             wants_bias ? grad_bias : Tensor()};
   }
@@ -141,7 +141,7 @@ std::tuple<Tensor, Tensor> with_derivatives(const char* op, const Tensor& query,
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     if (wanted.reverse && !wanted.composed) {
       static const auto forward_op = find_op<decltype(flash_attention_forward)>(CUDA_EXT_OP("flash_attention_forward"));
-      std::tie(out, lse, rng_state) = o.call_varlen(forward_op, query, key, value);
+      std::tie(out, lse, rng_state) = o.call_forward(forward_op, query, key, value);
     } else {
       std::tie(out, lse) = call_public();
     }
@@ -190,7 +190,7 @@ OptionalTensor heads_first_attention(const Tensor& query, const Tensor& key, con
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     static const auto op = find_op<decltype(flash_attention_forward)>(CUDA_EXT_OP("flash_attention_forward"));
     std::tie(out, lse, rng_state) =
-        o.call_varlen(op, transposed_heads(query), transposed_heads(key), transposed_heads(value));
+        o.call_forward(op, transposed_heads(query), transposed_heads(key), transposed_heads(value));
     if (out_heads_first) out = transposed_heads(out);
     if (output == HeadsFirstOutput::kDenseTransposed) out = out.contiguous();
   }

@@ -10,11 +10,12 @@ std::tuple<Tensor, Tensor> flash_attention(const Tensor& query, const Tensor& ke
 std::tuple<Tensor, Tensor> flash_attention_varlen(const Tensor& query, const Tensor& key, const Tensor& value,
                                                   VARLEN_OPTIONS(Tensor));
 std::tuple<Tensor, Tensor, Tensor> flash_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                           VARLEN_OPTIONS(OptionalTensor));
+                                                           VARLEN_OPTIONS(OptionalTensor), PART_OPTIONS,
+                                                           const OptionalTensor& rng_state);
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
     const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
     const Tensor& out, const Tensor& lse, const OptionalTensor& rng_state, bool needs_grad_bias,
-    VARLEN_OPTIONS(OptionalTensor));
+    VARLEN_OPTIONS(OptionalTensor), PART_OPTIONS);
 
 // How heads_first_attention returns its output.
 enum class HeadsFirstOutput {

@@ -119,6 +119,24 @@ void check_tensors(AttentionShape& shape, const char* op, const Tensor& query, c
                  shape.heads_kv);
 }
 
+void check_dropout_place(const char* op, const AttentionShape& shape, int64_t rows, const AttentionOptions& o) {
+  CUDA_EXT_CHECK(o.dropout_place->size() == 6, op,
+                 "expected dropout_place of 6 numbers, (heads, first_head, rows, first_row, keys, first_key), got ",
+                 o.dropout_place->size());
+  const DropoutPlace place = dropout_place_of(o, shape.heads, rows, shape.longest_k);
+  const auto check_fits = [&](const char* what, int64_t all, int64_t first, int64_t own) {
+    CUDA_EXT_CHECK(first >= 0 && first <= all - own, op, "expected dropout_place where the ", own, " ", what,
+                   " of the call are among those of the larger one, got ", all, " with the first at ", first);
+  };
+  check_fits("heads", place.heads, place.first_head, shape.heads);
+  check_fits(o.is_varlen() ? "packed rows" : "rows", place.rows, place.first_row, rows);
+  check_fits("keys", place.keys, place.first_key, shape.longest_k);
+  CUDA_EXT_CHECK(place.first_key % 4 == 0, op,
+                 "expected dropout_place with a first_key that is a multiple of 4, because four keys share a counter, "
+                 "got ",
+                 place.first_key, "; divide the keys at a multiple of 4");
+}
+
 void check_varlen(AttentionShape& shape, const char* op, const Tensor& query, const Tensor& key,
                   const AttentionOptions& o) {
   CUDA_EXT_CHECK(is_given(o.cu_seqlens_k), op, "expected cu_seqlens_k with cu_seqlens_q, got None");
@@ -153,6 +171,12 @@ void check_varlen(AttentionShape& shape, const char* op, const Tensor& query, co
 }
 
 }  // namespace
+
+DropoutPlace dropout_place_of(const AttentionOptions& o, int64_t heads, int64_t rows, int64_t longest_k) {
+  if (!o.dropout_place.has_value()) return {heads, 0, rows, 0, longest_k, 0};
+  const at::IntArrayRef place = *o.dropout_place;
+  return {place[0], place[1], place[2], place[3], place[4], place[5]};
+}
 
 void check_attention_options(const AttentionShape& shape, const char* op, const Tensor& query,
                              const AttentionOptions& o) {
@@ -194,6 +218,7 @@ AttentionShape check_attention(const char* op, const Tensor& query, const Tensor
                    shape_string(query), ", got ", shape_string(key));
   }
   check_attention_options(shape, op, query, o);
+  if (o.dropout_place.has_value()) check_dropout_place(op, shape, o.is_varlen() ? query.size(0) : shape.seqlen_q, o);
   return shape;
 }
 

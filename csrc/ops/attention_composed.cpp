@@ -16,6 +16,7 @@
 #include <cmath>
 #include <limits>
 
+#include "ops/attention_params.h"
 #include "ops/block_mask.h"
 #include "ops/gemm_composed.h"
 #include "ops/philox.h"
@@ -25,11 +26,11 @@ namespace {
 
 constexpr double kHidden = -std::numeric_limits<double>::infinity();
 
-// The random numbers of a call's dropout. The first row of matrix n, one of batch * heads, is row first + n * pitch,
-// and every row has one for each of longest_k keys.
+// The random numbers of dropout for rows of a call, from `first_row` of each head on.
 struct DropoutRows {
   Tensor rng_state;
-  int64_t first, pitch, longest_k;
+  DropoutCounters counters;
+  int64_t first_row;
 };
 
 // Consecutive rows of a batch of sequences of equal length, in the accumulation type.
@@ -123,7 +124,7 @@ void for_parts(const Dense& d, const F& f) {
       part.query = d.query.narrow(-2, first, count);
       part.bias = some_rows(d.bias, first, count);
       part.mask = some_rows(d.mask, first, count);
-      part.dropout.first += first;
+      part.dropout.first_row += first;
       part.first_row = first;
     }
     f(part, first);
@@ -135,10 +136,12 @@ void for_parts(const Dense& d, const F& f) {
 Tensor keep_mask(const Dense& d, double dropout_p) {
   const int64_t batch = d.query.size(0), heads = d.query.size(1), keys = d.key.size(2);
   const auto numbers = d.dropout.rng_state.options();
-  const Tensor row = d.dropout.first + at::arange(batch * heads, numbers).view({batch, heads, 1, 1}) * d.dropout.pitch +
-                     at::arange(d.query.size(2), numbers).unsqueeze(1);
+  const DropoutCounters& counters = d.dropout.counters;
+  const Tensor head = at::arange(batch, numbers).view({batch, 1, 1, 1}) * counters.heads +
+                      at::arange(heads, numbers).view({heads, 1, 1});
+  const Tensor row = head * counters.rows + at::arange(d.query.size(2), numbers).unsqueeze(1) + d.dropout.first_row;
   // Four keys share a counter.
-  const Tensor counter = row * ((d.dropout.longest_k + 3) / 4) + at::arange((keys + 3) / 4, numbers);
+  const Tensor counter = row * counters.of_row + at::arange((keys + 3) / 4, numbers) + counters.first;
   const Tensor words = at::stack(philox_words(d.dropout.rng_state, counter), -1).flatten(-2).narrow(-1, 0, keys);
   const int64_t drop_below = int64_t(uint32_t(dropout_p * 4294967296.0));
   return words.ge(drop_below).to(d.query.scalar_type()) / (1 - dropout_p);
@@ -310,11 +313,11 @@ Dense prepare(const Segment& s, const Tensor& query, const Tensor& key, const Te
   return d;
 }
 
-// The keys for which every row has random numbers.
-int64_t longest_keys(const std::vector<Segment>& segments, const AttentionOptions& o) {
-  int64_t longest = o.max_seqlen_k ? o.max_seqlen_k->guard_int(__FILE__, __LINE__) : 0;
-  for (const Segment& s : segments) longest = std::max(longest, s.keys);
-  return longest;
+// query: (total_q, H, D)
+DropoutCounters packed_counters(const std::vector<Segment>& segments, const Tensor& query, const AttentionOptions& o) {
+  int64_t longest_k = o.max_seqlen_k ? o.max_seqlen_k->guard_int(__FILE__, __LINE__) : 0;
+  for (const Segment& s : segments) longest_k = std::max(longest_k, s.keys);
+  return dropout_counters(o, query.size(1), query.size(0), longest_k);
 }
 
 // The parts one after the other, and zeros for the rows of `whole` after them.
@@ -344,16 +347,16 @@ std::tuple<Tensor, Tensor> composed_attention(const Tensor& query, const Tensor&
                                               const AttentionOptions& o, const Tensor& rng_state) {
   const auto type = query.scalar_type();
   if (!o.is_varlen()) {
-    const DropoutRows dropout{rng_state, 0, query.size(1), key.size(1)};
+    const DropoutRows dropout{rng_state, dropout_counters(o, query.size(2), query.size(1), key.size(1)), 0};
     return dense_forward(prepare(query, key, value, o.alibi_slopes, dropout, o), o, type);
   }
   const int64_t heads = query.size(1);
   std::vector<Tensor> outs{at::zeros({0, heads, value.size(2)}, query.options())};
   std::vector<Tensor> lses{at::zeros({heads, 0}, query.options().dtype(accumulation_type(type)))};
   const std::vector<Segment> segments = segments_of(o);
-  const int64_t longest_k = longest_keys(segments, o);
+  const DropoutCounters counters = packed_counters(segments, query, o);
   for (const Segment& s : segments) {
-    const DropoutRows dropout{rng_state, s.first_q, query.size(0), longest_k};
+    const DropoutRows dropout{rng_state, counters, s.first_q};
     const auto [out, lse] = dense_forward(prepare(s, query, key, value, dropout, o), o, type);
     outs.push_back(out.squeeze(0));
     lses.push_back(lse.squeeze(0));
@@ -368,15 +371,15 @@ AttentionGradients composed_attention_backward(const Tensor& grad_out, const Ten
                                                const Tensor& key, const Tensor& value, const Tensor& rng_state,
                                                const AttentionOptions& o) {
   if (!o.is_varlen()) {
-    const DropoutRows dropout{rng_state, 0, query.size(1), key.size(1)};
+    const DropoutRows dropout{rng_state, dropout_counters(o, query.size(2), query.size(1), key.size(1)), 0};
     return dense_backward(grad_out, grad_lse, prepare(query, key, value, o.alibi_slopes, dropout, o), key.size(2), o);
   }
   const std::vector<Segment> segments = segments_of(o);
-  const int64_t longest_k = longest_keys(segments, o);
+  const DropoutCounters counters = packed_counters(segments, query, o);
   std::vector<Tensor> queries, keys, values, biases;
   AttentionGradients total;
   for (const Segment& s : segments) {
-    const DropoutRows dropout{rng_state, s.first_q, query.size(0), longest_k};
+    const DropoutRows dropout{rng_state, counters, s.first_q};
     const Tensor own_lse = grad_lse.defined() ? grad_lse.narrow(1, s.first_q, s.rows).unsqueeze(0) : grad_lse;
     const AttentionGradients g = dense_backward(rows_of(grad_out, s.first_q, s.rows), own_lse,
                                                 prepare(s, query, key, value, dropout, o), key.size(1), o);

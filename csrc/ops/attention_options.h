@@ -51,6 +51,12 @@ using OptionalBool = std::optional<bool>;
 #define VARLEN_NAMES \
   cu_seqlens_q, cu_seqlens_k, ATTENTION_TENSOR_NAMES, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES
 
+// What flash_attention_forward and flash_attention_backward have besides: the place of a call among the elements of a
+// larger one, whose random numbers its dropout has (DropoutPlace).
+#define PART_SCHEMA ", int[]? dropout_place=None"
+#define PART_OPTIONS at::OptionalIntArrayRef dropout_place
+#define PART_NAMES dropout_place
+
 struct AttentionOptions {
   OptionalTensor cu_seqlens_q, cu_seqlens_k;  // absent for sequences of equal length
   // A relative bias broadcasts to (batch, heads, 1, 2 most + 1): element most + n is added where a key is n before the
@@ -66,6 +72,7 @@ struct AttentionOptions {
   double softcap = 0.0, dropout_p = 0.0;
   OptionalBool deterministic{};
   bool bias_is_relative = false;
+  at::OptionalIntArrayRef dropout_place{};  // of the arguments of a call, which autograd does not save
 
   bool is_varlen() const { return is_given(cu_seqlens_q); }
 
@@ -84,14 +91,18 @@ struct AttentionOptions {
     visit("bias_is_relative", self.bias_is_relative);
   }
 
-  // Call an op whose schema ends in the options of one form, after the leading arguments.
+  // Call a public op, flash_attention_forward or flash_attention_backward, after the leading arguments.
   template <class Op, class... Leading>
   auto call_dense(const Op& op, const Leading&... leading) const {
     return op.call(leading..., DENSE_NAMES);
   }
   template <class Op, class... Leading>
-  auto call_varlen(const Op& op, const Leading&... leading) const {
-    return op.call(leading..., VARLEN_NAMES);
+  auto call_forward(const Op& op, const Leading&... leading) const {
+    return op.call(leading..., VARLEN_NAMES, PART_NAMES, /*rng_state=*/{});
+  }
+  template <class Op, class... Leading>
+  auto call_backward(const Op& op, const Leading&... leading) const {
+    return op.call(leading..., VARLEN_NAMES, PART_NAMES);
   }
 };
 

@@ -104,6 +104,15 @@ double scale_of(const AttentionOptions& o, const AttentionShape& shape) {
 
 }  // namespace
 
+DropoutCounters dropout_counters(const AttentionOptions& o, int64_t heads, int64_t rows, int64_t longest_k) {
+  const DropoutPlace place = dropout_place_of(o, heads, rows, longest_k);
+  const int64_t of_row = (place.keys + 3) / 4;
+  return {.heads = place.heads,
+          .rows = place.rows,
+          .of_row = of_row,
+          .first = (place.first_head * place.rows + place.first_row) * of_row + place.first_key / 4};
+}
+
 bool has_attention_kernel(const CudaKernels& cuda, const Tensor& query, int64_t dim, int64_t dim_v, bool backward) {
   const LaunchScope scope(query.device());
   return attention_cuda_runs(to_dtype(query.scalar_type()), dim, dim_v, backward, cuda.attention_device().shared_bytes);
@@ -169,7 +178,7 @@ void fill_params(AttentionParams& p, AttentionOperands& operands, const Attentio
   p.dropout_p = o.dropout_p;
   p.uses_wgmma = wgmma_enabled;
   p.in_tf32 = on_cuda && float32_product() == Float32Product::kTf32;
-  p.dropout_pitch = (shape.longest_k + 3) / 4 * 4;
+  p.dropout_counters = dropout_counters(o, shape.heads, o.is_varlen() ? p.total_q : shape.seqlen_q, shape.longest_k);
 }
 
 }  // namespace cuda_ext

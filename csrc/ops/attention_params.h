@@ -27,6 +27,9 @@ struct AttentionOperands {
 // Whether attention may use wgmma; for tests. Returns the previous answer.
 bool set_attention_wgmma(bool enabled);
 
+// The counters of dropout. heads, rows, longest_k: of the call, whose options say where it is among a larger one.
+DropoutCounters dropout_counters(const AttentionOptions& o, int64_t heads, int64_t rows, int64_t longest_k);
+
 // Everything but the operands, the outputs and the random numbers. `type` is that of query.
 void fill_params(AttentionParams& p, AttentionOperands& operands, const AttentionShape& shape, at::ScalarType type,
                  const AttentionOptions& o, bool on_cuda);

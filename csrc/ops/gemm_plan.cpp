@@ -89,22 +89,24 @@ void set_if_null(const void*& data) {
   if (data == nullptr) data = reinterpret_cast<const void*>(256);
 }
 
-Answer answer_scaled_sm90(const sm90::ScaledPlan& plan) {
+Answer answer_scaled_sm90(const ScaledGemmParams& params, sm90::ScaledPlan plan, const rt::Device& device) {
   const sm90::ScaledConfig& config = sm90::kScaledConfigs[plan.config];
-  return {"sm_90", "", "",
-          numbers({{"block_m", config.block_m},
+  return {"sm_90", sm90::estimate_scaled(params, plan, {device.num_sms}).limit(), "",
+          numbers({{"config", plan.config},
+                   {"block_m", config.block_m},
                    {"block_n", config.block_n},
                    {"block_k", kScaleBlock},
                    {"stages", config.stages},
                    {"ping_pong", 0},
                    {"cluster", plan.cluster},
                    {"k_blocks", 1},
-                   {"splits", 1},
+                   {"splits", plan.splits},
+                   {"k_tiles", plan.split_k_tiles},
                    {"threads", 128 * (1 + sm90::kConsumers)},
                    {"grid_x", plan.clusters * plan.cluster},
                    {"grid_y", 1},
-                   {"workspace", 0}}),
-          0};
+                   {"workspace", int64_t(sm90::assign_workspace(nullptr, plan).used())}}),
+          plan.cycles};
 }
 
 // Of scaled_mm.
@@ -116,6 +118,7 @@ Answer plan_scaled(const char* op, const Tensor& a, const Tensor& b, const std::
   params.m = a.size(0);
   params.n = b.size(1);
   params.k = a.size(1);
+  params.batch_invariant = is_batch_invariant();
   params.out = {reinterpret_cast<void*>(256), Dtype::kBFloat16};
   if (params.m == 0 || params.n == 0) return {"none", "", "", Numbers(), 0};
   const CudaKernels* kernels = named ? nullptr : cuda_kernels(op, a.device());
@@ -130,10 +133,10 @@ Answer plan_scaled(const char* op, const Tensor& a, const Tensor& b, const std::
       answer = Answer{"composed", "", choice.refusal, Numbers(), 0};
       return;
     }
+    const rt::Device device = named ? *named : kernels->gemm_device();
     if (choice.kernel == ScaledGemmChoice::Kernel::kSm90) {
-      answer = answer_scaled_sm90(choice.plan_sm90);
+      answer = answer_scaled_sm90(params, choice.plan_sm90, device);
     } else {
-      const rt::Device device = named ? *named : kernels->gemm_device();
       answer = answer_mma_sync("sm_89", without_scales(params), sm80::choose_scaled_plan(params, device),
                                sm80::Arithmetic::kFloat8, sm80::rates_of(device), choice.refusal);
     }

@@ -84,9 +84,9 @@ bool has_kernel(const CudaKernels& kernels, const ScaledGemmParams& params) {
 }
 
 void launch_scaled(const char* op, const CudaKernels& kernels, const ScaledGemmParams& params, at::Device device) {
-  const LaunchScope scope(device);
+  LaunchScope scope(device);
   const auto launch = [&](const ScaledGemmParams& launched, const Restriction& only) {
-    kernels.scaled_gemm(launched, kernels.choose_scaled_gemm(launched, only), scope.stream());
+    kernels.scaled_gemm(launched, kernels.choose_scaled_gemm(launched, only), scope.allocator(), scope.stream());
   };
   launch_for(op, [&] { launch(params, tuned_plan(kernels, params, device, launch)); });
 }
@@ -152,6 +152,7 @@ void multiply_into(const Tensor& out, const ScaledOperands& operands, const Opti
   if (is_given(c) && beta != 0) params.c = matrix(*c);
   params.beta = beta;
   params.fast_accum = use_fast_accum;
+  params.batch_invariant = is_batch_invariant();
   params.out = output(out);
   if (kernels == nullptr) return launch_scaled_gemm(params);
   if (!has_kernel(*kernels, params)) {
@@ -233,11 +234,13 @@ std::tuple<std::string, Numbers> scaled_mm_plan(int64_t m, int64_t n, int64_t k,
   params.out.dtype = Dtype::kBFloat16;
   if (groups > 0) params.groups = {of_terms ? Groups::Cut::kTerms : Groups::Cut::kRows, nullptr, groups};
   params.fast_accum = use_fast_accum;
+  params.batch_invariant = is_batch_invariant();
   const rt::Device device{int(compute_capability), int(num_sms), rt::shared_bytes_of_sm(90)};
   const sm90::ScaledChoice choice = groups > 0 && !of_terms ? sm90::choose_scaled_groups_plan(params, device)
                                                             : sm90::choose_scaled_plan(params, device);
   const sm90::ScaledPlan& plan = choice.plan;
   Numbers numbers;
+  numbers.insert("config", plan.config);
   numbers.insert("block_m", sm90::kScaledConfigs[plan.config].block_m);
   numbers.insert("stages", sm90::kScaledConfigs[plan.config].stages);
   numbers.insert("block_n", sm90::kScaledConfigs[plan.config].block_n);
@@ -246,7 +249,8 @@ std::tuple<std::string, Numbers> scaled_mm_plan(int64_t m, int64_t n, int64_t k,
   numbers.insert("row_tiles", plan.row_tiles);
   numbers.insert("column_groups", plan.column_groups);
   numbers.insert("raster", plan.raster);
-  numbers.insert("k_tiles", plan.k_tiles);
+  numbers.insert("splits", plan.splits);
+  numbers.insert("k_tiles", plan.split_k_tiles);
   numbers.insert("tma_store", plan.tma_store);
   return {choice.refusal, numbers};
 }

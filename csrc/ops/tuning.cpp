@@ -82,6 +82,7 @@ std::string name_of(const rt::Device& device, const ScaledGemmParams& params) {
   add(params.groups.cut == Groups::Cut::kRows, ", groups " + std::to_string(params.groups.count));
   add(params.groups.cut == Groups::Cut::kTerms, ", groups of terms " + std::to_string(params.groups.count));
   add(params.fast_accum, ", fast");
+  add(params.batch_invariant, ", batch-invariant");
   add(params.bias.data != nullptr, ", bias");
   add(params.c.data != nullptr, params.c.data == params.out.data ? ", accumulated" : ", c");
   return name;
@@ -121,13 +122,13 @@ std::vector<Restriction> candidates_of(const CudaKernels& kernels, const GemmPar
   return best_of(std::move(found), most);
 }
 std::vector<Restriction> candidates_of(const CudaKernels& kernels, const ScaledGemmParams& params, int most) {
-  std::vector<std::pair<double, Restriction>> found;  // by predicted cost
+  std::vector<std::pair<double, Restriction>> found;  // by predicted cycles
   for (int cluster = 2; cluster >= 1; --cluster)
     for (int config = 0; config < sm90::kNumScaledConfigs; ++config) {
       const ScaledGemmChoice choice = kernels.choose_scaled_gemm(params, {.config = config, .cluster = cluster});
       const sm90::ScaledPlan& plan = choice.plan_sm90;
       if (choice.kernel == ScaledGemmChoice::Kernel::kSm90 && plan.config == config && plan.cluster == cluster)
-        found.push_back({double(choice.cost), {.config = config, .cluster = cluster}});
+        found.push_back({plan.cycles, {.config = config, .cluster = cluster, .splits = plan.splits}});
     }
   return best_of(std::move(found), most);
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ def _check_attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     bias_is_relative: bool = False,
+    dropout_place: Sequence[int] | None = None,
     **scalars: Any,
 ) -> None:
     varlen = cu_seqlens_q is not None
@@ -91,6 +93,36 @@ def _check_attention(
         check(attn_mask.dtype == torch.bool, op, expected)
     if block_keys is not None and block_queries is not None and block_tiles is not None:
         _check_block_mask(op, block_keys, block_queries, block_tiles, query, full)
+    if dropout_place is not None:
+        _check_dropout_place(op, dropout_place, (heads, query.shape[0] if varlen else seqlen_q, full[-1]), varlen)
+
+
+def _check_dropout_place(op: str, place: Sequence[int], own: tuple[Any, Any, Any], varlen: bool) -> None:
+    """own: heads, rows and keys of the call; None, a max_seqlen_k that was not given, fits every number."""
+    numbers = "(heads, first_head, rows, first_row, keys, first_key)"
+    check(len(place) == 6, op, f"expected dropout_place of 6 numbers, {numbers}, got {len(place)}")
+    names = ("heads", "packed rows" if varlen else "rows", "keys")
+    for name, count, total, first in zip(names, own, place[::2], place[1::2], strict=True):
+        expected = (
+            f"expected dropout_place where the {count} {name} of the call are among those of the larger one, got "
+            f"{total} with the first at {first}"
+        )
+        check(first >= 0, op, expected)
+        check(count is None or first <= total - count, op, expected)
+    expected = (
+        "expected dropout_place with a first_key that is a multiple of 4, because four keys share a counter, got "
+        f"{place[5]}; divide the keys at a multiple of 4"
+    )
+    check(place[5] % 4 == 0, op, expected)
+
+
+def _check_rng_state(op: str, rng_state: Tensor, query: Tensor) -> None:
+    expected = (
+        f"expected rng_state of shape (2,) and dtype int64, as the forward returned it, got {shape_of(rng_state)} and "
+        f"dtype {dtype_name(rng_state.dtype)}"
+    )
+    check(rng_state.numel() == 2 and rng_state.dtype == torch.int64, op, expected)
+    check_same_device(op, "query", query, rng_state=rng_state)
 
 
 def _check_block_mask(
@@ -229,11 +261,19 @@ def _(
     cu_seqlens_q: Tensor | None = None,
     *more: Tensor | None,
     dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     op = "flash_attention" if cu_seqlens_q is None else "flash_attention_varlen"
     _check_attention(op, query, key, value, cu_seqlens_q, *more, dropout_p=dropout_p, **options)
+    if rng_state is not None and dropout_p != 0:
+        _check_rng_state(op, rng_state, query)
     return *out_and_lse(query, value), query.new_empty([0 if dropout_p == 0 else 2], dtype=torch.int64)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::draw_attention_rng")
+def _(device: torch.device) -> Tensor:
+    return torch.empty(2, dtype=torch.int64, device=device)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::flash_attention_backward")

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from cuda_ext._activations import ACTIVATIONS, NAMES, listed
 from cuda_ext._expert_parallel import shares
 from cuda_ext._experts import mixture_of_experts
+from cuda_ext._fp8_recipes import EXPERTS_RECIPES
 from cuda_ext._gemm import gemm
-from cuda_ext.fp8 import EXPERTS_RECIPES, ConvertibleLayer, convertible_layers
+from cuda_ext.fp8 import ConvertibleLayer, convertible_layers
 from cuda_ext.nn.linear import MLP, GatedMLP
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from cuda_ext import fp8 as _fp8
 from cuda_ext._activations import ACTIVATIONS
+from cuda_ext._fp8_recipes import checked_recipe
 from cuda_ext._gemm import gated_linear, gated_mlp, linear, mlp
 from cuda_ext.nn.joint_weights import join_on_load
 
@@ -70,7 +71,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation = activation
         linear(_empty(), _empty(), activation=activation)
-        self.fp8 = None if fp8 is None else _fp8.checked_recipe(fp8)
+        self.fp8 = None if fp8 is None else checked_recipe(fp8)
 
     def forward(
         self,

@@ -33,11 +33,39 @@ def random_epilogue(m: int, n: int, dtype: torch.dtype) -> dict[str, Any]:
     return options
 
 
+def name_of(arguments: list[Any], options: dict[str, Any], processors: int) -> str:
+    """By which a plan of wgmma for these arguments is remembered (csrc/ops/tuning.cpp)."""
+    a, b = arguments[:2]
+
+    def operand(matrix: Tensor, scaling: str, lines: int) -> str:
+        scales = "lines" if scaling == "RowWise" and lines > 1 else "all"
+        scales = {"BlockWise1x128": "blocks", "BlockWise128x128": "squares"}.get(scaling, scales)
+        return f"{'e4m3' if matrix.dtype == E4M3 else 'e5m2'} of {scales}"
+
+    of_a, of_b = operand(a, arguments[3], len(a)), operand(b, arguments[5], b.shape[1])
+    dtype = str(options.get("output_dtype", torch.bfloat16)).removeprefix("torch.")
+    name = f"sm_90 x {processors}: {len(a)} x {b.shape[1]} x {a.shape[1]} {of_a}, {of_b}, to {dtype}"
+    texts = {"use_fast_accum": ", fast", "bias": ", bias", "input": ", c"}
+    return name + "".join(text for option, text in texts.items() if option in options)
+
+
 def run(
-    arch: str, arguments: list[Any], options: dict[str, Any], **emulation: Any
+    arch: str,
+    arguments: list[Any],
+    options: dict[str, Any],
+    plan: tuple[int, int, int] | None = None,
+    processors: int = 4,
+    **emulation: Any,
 ) -> tuple[Tensor, dict[str, int], list[Any]]:
-    with testing.emulated(arch, **emulation) as emulated:
-        out = scaled_mm(*arguments, **options)
+    """plan: the config, the cluster and the splits of k, as if they had been measured to be the fastest."""
+    with testing.emulated(arch, processors=processors, **emulation) as emulated:
+        if plan is not None:
+            numbers = [plan[0], plan[1], 1, plan[2], False]
+            torch.ops.cuda_ext._set_measured_gemm(name_of(arguments, options, processors), numbers, [1.0, 2.0])
+        try:
+            out = scaled_mm(*arguments, **options)
+        finally:
+            torch.ops.cuda_ext._clear_measured_gemms()
         return out, dict(emulated.counters), emulated.sync_sites
 
 
@@ -56,6 +84,6 @@ def race_problem(sizes: tuple[int, int, int], options: dict[str, Any]) -> tuple[
     m, n, _ = sizes
     scalings = options.get("scalings", ("BlockWise1x128", options.get("scaling_b", "BlockWise1x128")))
     arguments = problem(*sizes, scalings, (E4M3, E4M3))
-    options = {name: value for name, value in options.items() if name not in ("scaling_b", "scalings")}
+    options = {name: value for name, value in options.items() if name not in ("scaling_b", "scalings", "plan")}
     tensors = {"input": torch.randn(m, n), "bias": torch.randn(n)}
     return arguments, {name: tensors.get(name, value) for name, value in options.items()}

@@ -15,18 +15,20 @@ from torch import Tensor
 
 from cuda_ext import testing
 
-# Sizes, numbers of SMs and the rows of the tile that is then chosen. One block and clusters of two, an odd number of
-# columns of tiles, several items of a cluster, several bands of rows, fewer k tiles than stages and more.
+# Sizes, numbers of SMs and the tile that is then chosen. One block and clusters of two, an odd number of columns of
+# tiles, several items of a cluster, several bands of rows, fewer k tiles than stages and more.
 SHAPES = {
-    "256 rows": ((256, 300, 700), 4, 256),
-    "128 rows": ((300, 300, 130), 4, 128),
-    "one column of tiles": ((200, 100, 900), 2, 128),
-    "256 rows, one column of tiles, several items": ((512, 100, 300), 1, 256),
-    "several items": ((520, 260, 300), 1, 128),
-    "several items of a cluster": ((600, 500, 200), 2, 128),
-    "256 rows, several items of a cluster": ((768, 700, 500), 2, 256),
-    "several bands": ((2304, 130, 130), 2, 256),
-    "few rows": ((3, 260, 128), 4, 128),
+    "256 rows": ((500, 500, 700), 4, (256, 128)),
+    "128 rows": ((260, 1000, 130), 4, (128, 128)),
+    "one column of tiles": ((200, 100, 900), 2, (128, 128)),
+    "256 rows, one column of tiles, several items": ((512, 100, 300), 1, (256, 128)),
+    "several items": ((520, 120, 300), 1, (128, 128)),
+    "several items of a cluster": ((600, 500, 200), 2, (128, 128)),
+    "256 rows, several items of a cluster": ((768, 700, 500), 2, (256, 128)),
+    "several bands": ((2304, 130, 130), 2, (256, 128)),
+    "few rows": ((3, 130, 1400), 4, (128, 64)),
+    "64 columns": ((300, 250, 700), 4, (128, 64)),
+    "64 columns, several items": ((520, 260, 300), 1, (128, 64)),
 }
 
 
@@ -34,9 +36,9 @@ SHAPES = {
 @pytest.mark.parametrize("formats", [*itertools.product((E4M3, E5M2), repeat=2)], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tiles_and_epilogues(shape: str, formats: tuple[torch.dtype, torch.dtype]) -> None:
-    sizes, processors, rows_of_tile = SHAPES[shape]
+    sizes, processors, tile = SHAPES[shape]
     _, plan = torch.ops.cuda_ext._scaled_mm_plan(*sizes, 90, processors)
-    assert plan["block_m"] == rows_of_tile
+    assert (plan["block_m"], plan["block_n"]) == tile and plan["splits"] == 1
     arguments = problem(*sizes, (random.choice(SCALINGS), random.choice(SCALINGS)), formats)
     m, n, k = sizes
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -46,7 +48,7 @@ def test_tiles_and_epilogues(shape: str, formats: tuple[torch.dtype, torch.dtype
             "sm_90a", arguments, options, mode="lazy", schedule="pct", seed=seed, processors=processors
         )
         assert_near(out, arguments, options)
-        # 64 rows, 128 columns and 32 terms each; rows after the last are not multiplied.
+        # 64 rows, all columns of a tile and 32 terms each; rows after the last are not multiplied.
         products = -(-m // 64) * plan["column_groups"] * plan["cluster"] * 4 * -(-k // 128)
         assert counters["wgmma"] == products and counters["mma"] == 0
 
@@ -82,6 +84,47 @@ def test_sums_in_the_tensor_cores(shape: str, formats: tuple[torch.dtype, torch.
         assert_near(out, arguments, options)
         products = -(-m // 64) * plan["column_groups"] * plan["cluster"] * 4 * -(-k // 128)
         assert counters["wgmma"] == products and counters["mma"] == 0
+
+
+# Of sm90::kScaledConfigs; the third only if the tensor cores may sum.
+CONFIGS = ((256, 128), (128, 128), (128, 256), (128, 64))
+
+
+def random_split(config: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Sizes, of few rows or of some row blocks, with an end of k that is no multiple of 128; and a plan."""
+    splits, split_k_tiles = random.randint(2, 5), random.randint(1, 4)
+    k_tiles = splits * split_k_tiles - random.randrange(min(split_k_tiles, 2))  # the last part may be shorter
+    k = 128 * k_tiles - random.choice((0, 16, 112))
+    m = random.choice((random.randint(1, 17), random.randint(1, 300)))
+    n = random.choice((random.randint(1, 17), random.randint(1, 300)))
+    return (m, n, k), (config, random.randint(1, 2), splits)
+
+
+@pytest.mark.sampled(cases=12)
+@pytest.mark.parametrize("config", range(4))
+@pytest.mark.parametrize("case", range(8))
+def test_splits_of_k(case: int, config: int) -> None:
+    """The blocks that divide k add their sums in the same order, whatever the schedule."""
+    fast = CONFIGS[config][1] == 256
+    sizes, plan = random_split(config)
+    scalings = random.choices(SCALINGS[:2] if fast else SCALINGS, k=2)
+    arguments = problem(*sizes, (scalings[0], scalings[1]), (random.choice((E4M3, E5M2)), random.choice((E4M3, E5M2))))
+    options = random_epilogue(*sizes[:2], random.choice((torch.bfloat16, torch.float16, torch.float32)))
+    if fast:
+        options["use_fast_accum"] = True
+    first, counters, _ = run("sm_90a", arguments, options, plan, processors=random.choice((2, 5)))
+    assert_near(first, arguments, options)
+    (m, n, k), (block_m, block_n), (_, cluster, splits) = sizes, CONFIGS[config], plan
+    columns, row_blocks = -(-n // block_n), -(-m // 64)
+    columns += cluster == 2 and columns % 2 == 1 and columns > 1
+    assert counters["wgmma"] == row_blocks * columns * 4 * -(-k // 128)
+    # Each consumer that has rows of a tile arrives for each part of its k.
+    arrivals = sum(min(2, -(-min(block_m, m - row) // 64)) for row in range(0, m, block_m))
+    assert counters["atomic"] == splits * columns * arrivals
+    again, _, _ = run(
+        "sm_90a", arguments, options, plan, processors=3, mode="lazy", schedule="pct", seed=random.randrange(2**31)
+    )
+    assert again.equal(first)
 
 
 def test_integers_are_exact() -> None:
@@ -126,17 +169,20 @@ RACES = [
     ((300, 300, 300), {"scaling_b": "RowWise"}, 1),
     ((200, 1000, 700), {"scalings": ("RowWise", "RowWise"), "use_fast_accum": True, "bias": True}, 2),
     ((300, 256, 300), {"scalings": ("TensorWise", "RowWise"), "use_fast_accum": True}, 1),
+    ((17, 140, 600), {"bias": True, "plan": (3, 2, 3)}, 4),
+    ((130, 100, 500), {"scalings": ("TensorWise", "RowWise"), "input": True, "plan": (1, 1, 2)}, 2),
 ]
 
 
 @pytest.mark.sampled(check="races")
 @pytest.mark.parametrize(("sizes", "options", "processors"), RACES, ids=str)
 def test_no_races(sizes: tuple[int, int, int], options: dict[str, Any], processors: int) -> None:
+    plan = options.get("plan")
     arguments, options = race_problem(sizes, options)
     seed = random.randrange(2**31)
-    expected, _, _ = run("sm_90a", arguments, options, processors=processors, check_races=True)
+    expected, _, _ = run("sm_90a", arguments, options, plan, processors, check_races=True)
     for mode, schedule in (("lazy", "fifo"), ("lazy", "pct"), ("eager", "pct")):
-        out, _, _ = run("sm_90a", arguments, options, processors=processors, mode=mode, schedule=schedule, seed=seed)
+        out, _, _ = run("sm_90a", arguments, options, plan, processors, mode=mode, schedule=schedule, seed=seed)
         assert out.equal(expected)
 
 
@@ -149,15 +195,17 @@ HARMLESS = {
 
 @pytest.mark.sampled(check="races", slow=True)
 def test_removal_of_any_synchronisation_is_noticed() -> None:
-    def once(arguments: list[Any], options: dict[str, Any], processors: int) -> Any:
+    def once(arguments: list[Any], options: dict[str, Any], plan: Any, processors: int) -> Any:
         def of(**emulation: Any) -> tuple[list[Tensor], list[Any]]:
-            out, _, sites = run("sm_90a", arguments, options, processors=processors, **emulation)
+            out, _, sites = run("sm_90a", arguments, options, plan, processors, **emulation)
             return [out], sites
 
         return of
 
-    runs = [once(*race_problem(sizes, options), processors) for sizes, options, processors in RACES]
-    calls, unnoticed = unnoticed_removals(runs, lambda name: name.startswith("scaled_gemm_sm90"))
+    runs = [
+        once(*race_problem(sizes, options), options.get("plan"), processors) for sizes, options, processors in RACES
+    ]
+    calls, unnoticed = unnoticed_removals(runs, lambda name: name.startswith(("scaled_gemm_sm90", "split_k_sm90")))
     assert calls >= 8
     assert len(unnoticed) == len(HARMLESS), unnoticed
     assert all(any(code in line for line in unnoticed) for code in HARMLESS), unnoticed

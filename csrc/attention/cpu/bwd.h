@@ -189,7 +189,7 @@ void softmax_gradient(const HeadContext<T>& head, const Buffers& scratch, const 
   if (!seen.finite) clear_hidden(probs, keys * width, grad_logits, head.softcap > 0 ? scratch.slopes : nullptr);
   if (p.dropout_p > 0) {
     std::fill_n(scratch.mask, keys * width, T(1));
-    apply_dropout<Vectors>(p, head.first_row + i_begin, j_begin, keys, scratch.mask);
+    apply_dropout<Vectors>(p, head.first_number + i_begin, j_begin, keys, scratch.mask);
   }
 
   Vec<T> row_lse[Vectors], row_delta[Vectors];

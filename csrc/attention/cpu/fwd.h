@@ -121,7 +121,7 @@ void attend(const HeadContext<T>& head, Panel<T>& panel, const T* k, const T* v,
     for (int x = 0; x < Vectors; ++x) store(logits + (key - j / 2) * width + x * lanes, make_probs(key, x));
   for (int x = 0; x < Vectors; ++x)
     store(panel.row_sum + x * lanes, load(panel.row_sum + x * lanes) * rescale[x] + sum[x]);
-  if (p.dropout_p > 0) apply_dropout<Vectors>(p, head.first_row + panel.i_begin, j_begin, keys, logits);
+  if (p.dropout_p > 0) apply_dropout<Vectors>(p, head.first_number + panel.i_begin, j_begin, keys, logits);
 
   if (rescaled) rescale_output<Vectors>(panel.out_t, p.dim_v, rescale);
   if (not_finite.data != nullptr) {

@@ -184,17 +184,18 @@ __attribute__((noinline)) void apply_alibi_and_window(const Visibility& visible,
 }
 
 // Multiplies values (keys, Vectors * lanes) by the dropout mask: 0, or 1 / (1 - p) where the element is kept. j_begin
-// must be a multiple of 4, because four keys of one query share a counter.
+// must be a multiple of 4, because four keys of one query share a counter. first_number: of the first row.
 template <int Vectors, class T>
-void apply_dropout(const AttentionParams& p, int64_t first_row, int64_t j_begin, int64_t keys, T* values) {
+void apply_dropout(const AttentionParams& p, int64_t first_number, int64_t j_begin, int64_t keys, T* values) {
   constexpr int width = Vectors * kLanes<T>;
   const uint32_t threshold = uint32_t(p.dropout_p * 4294967296.0);
   const T keep_scale = T(1 / (1 - p.dropout_p));
+  const DropoutCounters& counters = p.dropout_counters;
   for (int64_t j = 0; j < keys; j += 4) {
     uint64_t counter[width];
     uint32_t words[4][width];
     for (int i = 0; i < width; ++i)
-      counter[i] = uint64_t(first_row + i) * uint64_t(p.dropout_pitch / 4) + uint64_t(j_begin + j) / 4;
+      counter[i] = uint64_t((first_number + i) * counters.of_row + counters.first + (j_begin + j) / 4);
     philox<width>(p.rng.seed, p.rng.offset, counter, words);
     for (int64_t r = 0; r < std::min<int64_t>(4, keys - j); ++r) {
       T* row = values + (j + r) * width;
@@ -214,8 +215,9 @@ struct HeadContext {
   T logit_factor;  // factor_of_logits
   T softcap;
   T slope;
-  int64_t diagonal;   // Sk - Sq
-  int64_t first_row;  // of the head's sequence within lse
+  int64_t diagonal;      // Sk - Sq
+  int64_t first_row;     // of the head's sequence within lse
+  int64_t first_number;  // the same for dropout
   int64_t batch, index;
 
   HeadContext(const AttentionParams& params, const Sequence& s, int64_t b, int64_t h)
@@ -228,6 +230,7 @@ struct HeadContext {
                   : static_cast<const T*>(params.alibi_slopes)[b * params.alibi_batch_stride + h]),
         diagonal(s.k_len - s.q_len),
         first_row(cpu::CUDA_EXT_ISA::first_row(params, s, b, h)),
+        first_number(first_dropout_row(params, s, b, h)),
         batch(b),
         index(h) {}
 

@@ -104,9 +104,14 @@ struct Sequence {
   }
 };
 
-// Index of a sequence's first row within lse, which is also its row number for dropout.
+// Index of a sequence's first row within lse.
 inline int64_t first_row(const AttentionParams& p, const Sequence& s, int64_t b, int64_t h) {
   return p.cu_seqlens_q != nullptr ? h * p.total_q + s.q_begin : (b * p.heads + h) * p.seqlen_q;
+}
+// The same for dropout.
+inline int64_t first_dropout_row(const AttentionParams& p, const Sequence& s, int64_t b, int64_t h) {
+  const DropoutCounters& of = p.dropout_counters;
+  return p.cu_seqlens_q != nullptr ? h * of.rows + s.q_begin : (b * of.heads + h) * of.rows;
 }
 inline int64_t total_rows(const AttentionParams& p) {
   return p.cu_seqlens_q != nullptr ? p.heads * p.total_q : p.batch * p.heads * p.seqlen_q;

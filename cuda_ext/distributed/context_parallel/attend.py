@@ -21,6 +21,7 @@ from cuda_ext._relative_bias import bias_arguments
 from cuda_ext._toolchain import NAMESPACE
 from cuda_ext.distributed.context_parallel.exchange import Exchange, NoExchange
 from cuda_ext.distributed.context_parallel.layout import Range, size
+from cuda_ext.distributed.context_parallel.masked import MaskedProblem, mask_of_heads
 from cuda_ext.distributed.context_parallel.parts import Part, Problem, Transfer, from_one, gathered, window_of
 from cuda_ext.kvcache import merge_attention
 
@@ -65,6 +66,7 @@ class Call:
     alibi_slopes: Tensor | None = None  # (batch or 1, H)
     mask: Tensor | None = None  # as the bias
     dropout: Dropout | None = None
+    masked: MaskedProblem | None = None
 
     def steps(self, key: Tensor, value: Tensor, group: int) -> list[Step]:
         ranks = range(self.exchange.ranks)
@@ -72,9 +74,10 @@ class Call:
         if not self.from_all:
             every = Heads(slice(0, heads), slice(0, heads * group))
             sources = [[(rank - distance) % len(ranks) for rank in ranks] for distance in ranks]
-            transfers = [tuple(from_one(self.problem, *pair) for pair in zip(ranks, of_step)) for of_step in sources]
+            get = self.masked.from_one if self.masked else functools.partial(from_one, self.problem)
+            transfers = [tuple(map(get, ranks, of_step)) for of_step in sources]
             return [Step(every, of_ranks) for of_ranks in transfers]
-        of_ranks = tuple(gathered(self.problem, rank) for rank in ranks)
+        of_ranks = tuple(map(self.masked.gathered if self.masked else functools.partial(gathered, self.problem), ranks))
         # The same on all ranks, so that these take the same steps.
         elements = max(size(transfer.keys) for transfer in of_ranks) * key.shape[0]
         bytes_of_head = elements * (key.shape[3] + value.shape[3]) * key.element_size()
@@ -102,10 +105,9 @@ class Call:
             "attn_bias": bias,
             "bias_is_relative": is_relative,
             "attn_mask": None if self.mask is None else self.slice_of(self.mask, part, heads),
+            "block_mask": None if part.mask is None else mask_of_heads(part.mask, heads.queries),
             "dropout_p": self.dropout.probability if self.dropout else 0.0,
         }
-        if self.dropout:
-            options["dropout_place"] = self._place(self.dropout, part, heads)
         ends: list[Tensor | None] = [None, None]
         if len(part.segments) > 1:
             lengths = [
@@ -115,6 +117,8 @@ class Call:
             ends = [_ends(of_segments, tensors.query.device) for of_segments in lengths]
             options["max_seqlen_q"], options["max_seqlen_k"] = map(max, lengths)
         op_tensors, scalars = op_arguments(self.op, options)
+        if self.dropout:
+            scalars["dropout_place"] = self._place(self.dropout, part, heads)
         return [*ends, *op_tensors], scalars
 
     def _place(self, dropout: Dropout, part: Part, heads: Heads) -> list[int]:

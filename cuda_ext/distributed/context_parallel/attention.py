@@ -68,10 +68,14 @@ def ring_attention(
         options: those of `flash_attention`, of the whole sequence, the same on all ranks. `attn_bias` and `attn_mask`
             have this rank's rows (or 1) and all keys (or 1). Dropout is that of one rank if the random states of all
             ranks are equal.
+            `block_mask` is of the whole sequence; the ranges of `layout`, and for ``"p2p"`` of `key_layout`, begin and
+            end at multiples of 128, as those of `Layout.balanced` do. Its blocks are read once for each layout.
 
     Returns:
         `(B, rows of this rank, H, Dv)`; with `return_lse` also `(B, H, rows of this rank)`. Keys that no row of a rank
-        sees, because of `causal` and `window`, do not travel to it.
+        sees, because of `causal`, `window` or `block_mask`, do not travel to it. With a block mask a rank's rows are
+        one call, or, with `attn_bias`, `attn_mask`, `relative_bias`, `alibi_slopes` or dropout, one for each range of
+        rows, to which all keys travel from the first to the last that the range sees.
 
     Forward saves what `flash_attention` saves; backward transfers keys and values again, and sends each gradient once,
     in the dtype of `key`. Sums over ranks are in float32 (float64), in the order of ranks, so results repeat bit for
@@ -82,7 +86,8 @@ def ring_attention(
     Raises:
         RuntimeError: as `flash_attention`; arguments that differ between ranks (compared once); a rank that does not
             take part, with its name and what it does instead.
-        ValueError: an unknown layout or method, or a layout for other ranks or rows.
+        ValueError: an unknown layout or method, a layout for other ranks or rows, or one whose ranges are not whole
+            blocks of `block_mask`.
     """
     request = Request("ring_attention", query, key, value, layout, key_layout, method)
     groups = Groups(resolve_group(f"{_MODULE}.ring_attention", group), ulysses_group)
@@ -147,7 +152,8 @@ def ring_attention_varlen(
         cu_seqlens_q: `(sequences + 1,)`, int32, of the whole batch, the same on all ranks; cu_seqlens_k: of keys. The
             host reads them, which on a GPU waits for the stream, once for each tensor.
         layout: of all packed rows.
-        options: those of `flash_attention_varlen`. `attn_bias` and `attn_mask` are of the whole batch:
+        options: those of `flash_attention_varlen`, without `block_mask`, which `ring_attention` takes with
+            `BlockMask.documents`. `attn_bias` and `attn_mask` are of the whole batch:
             `(sequences or 1, H or 1, max_seqlen_q or 1, max_seqlen_k or 1)`.
 
     Returns:

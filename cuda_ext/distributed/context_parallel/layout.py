@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from cuda_ext.block_mask import BlockMask
+from cuda_ext.distributed.context_parallel import balance
 
 Range = tuple[int, int]  # from the first up to the second
 
@@ -40,18 +44,66 @@ class Layout:
         if end != self.length:
             raise ValueError(f"Layout: expected ranges that end at {self.length}, the length, got {end}")
 
-    @classmethod
-    def contiguous(cls, length: int, ranks: int) -> Layout:
-        """Rank 0 has the first rows, rank 1 the next; numbers of rows differ by at most one."""
-        return cls(length, tuple(((first, end),) for first, end in _chunks(length, ranks)))
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Each call looks up its transfers by layouts, of which those of many ranks are long."""
+        return hash((self.length, self.ranges))
 
     @classmethod
-    def zigzag(cls, length: int, ranks: int) -> Layout:
-        """Of ``2 * ranks`` chunks, rank r has chunks r and ``2 * ranks - 1 - r``, so that a causal mask gives all
-        ranks the same work (The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.2).
+    def contiguous(cls, length: int, ranks: int, *, multiple: int = 1) -> Layout:
+        """Rank 0 has the first rows, rank 1 the next; numbers of rows differ by at most one.
+
+        multiple: ranges end at multiples of it or at the end; 128 for block masks. Numbers of rows then differ by so
+            many.
         """
-        chunks = _chunks(length, 2 * ranks)
+        return cls(length, tuple(((first, end),) for first, end in _chunks(length, ranks, multiple)))
+
+    @classmethod
+    def zigzag(cls, length: int, ranks: int, *, multiple: int = 1) -> Layout:
+        """Of ``2 * ranks`` chunks, rank r has chunks r and ``2 * ranks - 1 - r``, so that a causal mask gives all
+        ranks the same work (The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.2). multiple: as of `contiguous`.
+        """
+        chunks = _chunks(length, 2 * ranks, multiple)
         return cls(length, tuple((chunks[rank], chunks[-1 - rank]) for rank in range(ranks)))
+
+    @classmethod
+    def balanced(cls, block_mask: BlockMask, ranks: int, *, slack: float = balance.SLACK) -> Layout:
+        """Blocks of 128 queries of a mask, so that all ranks visit as many blocks of keys, and need few of them.
+
+        Each block goes to the rank with the least work, those with the longest lists first; among ranks whose work
+        differs by less than `slack` of their mean, to one that has an adjacent block. Numbers of blocks differ by at
+        most one, so that a rank has at most ``128 * ceil(blocks / ranks)`` rows, and memory and the rest of a model
+        are balanced, too. See `balance`.
+
+        Args:
+            block_mask: of the whole sequence, with as many keys as queries if keys have the same layout.
+            slack: default 0.05; 0 balances to a block, and makes each rank need more keys.
+        """
+        length = block_mask.seq_lengths[0]
+        found = balance.owners(balance.work_of_mask(block_mask), ranks, slack)
+        return cls(length, balance.ranges(found, ranks, length))
+
+    @classmethod
+    def of_documents(
+        cls,
+        cu_seqlens: Tensor | Sequence[int],
+        ranks: int,
+        *,
+        causal: bool = True,
+        slack: float = balance.SLACK,
+    ) -> Layout:
+        """As `balanced`, for packed documents by the number of keys that their rows see.
+
+        Args:
+            cu_seqlens: ``(documents + 1,)``, the cumulative lengths from 0. The host reads them.
+            causal: whether rows see only keys up to themselves; default True.
+        """
+        length = int(cu_seqlens[-1])
+        found = balance.owners(balance.work_of_documents(cu_seqlens, causal), ranks, slack)
+        return cls(length, balance.ranges(found, ranks, length))
 
     @property
     def ranks(self) -> int:
@@ -151,6 +203,7 @@ def located(rows: Sequence[Range], wanted: Sequence[Range]) -> list[tuple[Range,
     return result
 
 
-def _chunks(length: int, count: int) -> list[Range]:
-    ends = [length * n // count for n in range(count + 1)]
+def _chunks(length: int, count: int, multiple: int = 1) -> list[Range]:
+    units = -(-length // multiple)
+    ends = [min(length, units * n // count * multiple) for n in range(count + 1)]
     return list(zip(ends, ends[1:]))

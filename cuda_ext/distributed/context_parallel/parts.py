@@ -11,6 +11,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from cuda_ext.block_mask import BlockMask
 from cuda_ext.distributed.context_parallel.layout import Layout, Range, located, union
 
 DROPOUT_GROUP = 4  # keys share a random number's counter, so a call with dropout begins at a multiple
@@ -44,11 +45,13 @@ class Segment(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A call: one segment, or several documents whose rows and keys are adjacent, as packed sequences."""
+    """A call: one segment, or several documents whose rows and keys are adjacent, as packed sequences. With a mask the
+    rows and keys of the segment are the first and the last ones, and others may be left out between."""
 
     segments: tuple[Segment, ...]
     rows: Range  # among the rank's own
     keys: Range  # among those of the transfer
+    mask: BlockMask | None = None  # of these rows and keys
 
     @property
     def first(self) -> Segment:
@@ -114,11 +117,15 @@ def _transfer(problem: Problem, rank: int, runs: list[tuple[Segment, ...]], sour
     for run in runs:
         rows = _place(problem.queries.ranges[rank], (run[0].rows[0], run[-1].rows[1]))
         parts.append(Part(run, rows, _place(keys, (run[0].keys[0], run[-1].keys[1]))))
-    pieces = tuple(
-        tuple(place for _, place in located(of_rank, keys)) if source in sources else ()
-        for source, of_rank in enumerate(problem.keys.ranges)
-    )
-    return Transfer(pieces, keys, tuple(parts))
+    return Transfer(pieces_of(problem.keys, keys, sources), keys, tuple(parts))
+
+
+def pieces_of(layout: Layout, keys: Sequence[Range], sources: Sequence[int]) -> tuple[tuple[Range, ...], ...]:
+    """For each rank of a layout, where its rows have `keys`; only `sources` send."""
+    pieces: list[tuple[Range, ...]] = [()] * layout.ranks
+    for source in sources:
+        pieces[source] = tuple(place for _, place in located(layout.ranges[source], keys))
+    return tuple(pieces)
 
 
 def _place(ranges: Sequence[Range], wanted: Range) -> Range:
@@ -143,11 +150,11 @@ def _segments(problem: Problem, rows: Range, keys: Range, *, whole_rows: bool) -
         # A call of whole documents visits adjacent keys, so no key is left out at the begin of one.
         if left is not None and not (whole_rows and begin == document.queries[0]):
             low = max(low, begin + diagonal - left)
-        if problem.aligned:
-            low -= (low - document.keys[0]) % DROPOUT_GROUP
         if right is not None:
             high = min(high, end + diagonal + right)
         if begin < end and low < high:
+            if problem.aligned:  # not before a rank's first key, see `Call.from_all`
+                low -= (low - document.keys[0]) % DROPOUT_GROUP
             yield Segment((begin, end), (low, high), number, high - end - diagonal)
         elif whole_rows:
             yield Segment((begin, end), (low, low), number, 0)

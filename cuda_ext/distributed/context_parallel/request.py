@@ -14,12 +14,13 @@ from cuda_ext._attention_options import op_arguments
 from cuda_ext._checks import expected, shape_of
 from cuda_ext._group_calls import begin_call
 from cuda_ext._load import ops
-from cuda_ext._toolchain import NAMESPACE
 from cuda_ext.attention import flash_attention, flash_attention_varlen
+from cuda_ext.block_mask import BlockMask
 from cuda_ext.distributed.context_parallel.attend import Attend, Call, Dropout, Tensors, for_op
 from cuda_ext.distributed.context_parallel.exchange import Exchange, NoExchange, group_of_exchanges
 from cuda_ext.distributed.context_parallel.heads import HeadSplit, to_heads, to_rows
 from cuda_ext.distributed.context_parallel.layout import NAMES, Layout, located, union
+from cuda_ext.distributed.context_parallel.masked import MaskedProblem, check_blocks, digest, mask_of_heads
 from cuda_ext.distributed.context_parallel.parts import DROPOUT_GROUP, Band, Document, Problem
 
 METHODS = ("all_gather", "p2p")
@@ -89,12 +90,12 @@ class _Options(NamedTuple):
     bias: Tensor | None  # (batch or 1, H or 1, rows or 1, keys or 1)
     mask: Tensor | None  # the same
     table: Tensor | None  # (batch or 1, H or 1, 2 R + 1)
+    block_mask: BlockMask | None
 
     @classmethod
     def of(cls, op: str, options: Mapping[str, Any]) -> _Options:
         given = dict(options)
-        if given.pop("block_mask", None) is not None:
-            raise NotImplementedError(f"{NAMESPACE}::{op}: expected no block_mask, got one")
+        block_mask = given.get("block_mask")
         causal, table = given.pop("causal", False), given.pop("relative_bias", None)
         given.pop("max_seqlen_q", None)
         longest_key = given.pop("max_seqlen_k", None)
@@ -114,7 +115,14 @@ class _Options(NamedTuple):
             bias=_with_dims(bias, 4),
             mask=_with_dims(mask, 4),
             table=_with_dims(table, 3),
+            block_mask=block_mask,
         )
+
+    @property
+    def depends_on_positions(self) -> bool:
+        """Apart from which keys are visible."""
+        without_tensors = self.alibi_slopes is self.bias is self.mask is self.table is None
+        return not without_tensors or self.dropout_p > 0
 
     def of_heads(self, heads: slice) -> _Options:
         def part(tensor: Tensor | None) -> Tensor | None:
@@ -124,6 +132,7 @@ class _Options(NamedTuple):
             alibi_slopes=part(self.alibi_slopes),
             sinks=None if self.sinks is None else self.sinks[heads],
             table=part(self.table),
+            block_mask=None if self.block_mask is None else mask_of_heads(self.block_mask, heads),
         )
 
     def text(self) -> str:
@@ -133,8 +142,10 @@ class _Options(NamedTuple):
             if isinstance(value, Tensor)
             else f"{name} {value}"
             for name, value in self._asdict().items()
-            if value is not None
+            if value is not None and name != "block_mask"
         ]
+        if self.block_mask is not None:
+            shapes.append(f"block_mask {self.block_mask.shape} {digest(self.block_mask)}")
         return ", ".join(shapes)
 
 
@@ -236,6 +247,25 @@ class _Run:
                 if bias.shape[dim] != 1 and (bias.shape[dim] < most if self.packed else bias.shape[dim] != most):
                     rows = "rows and keys of the longest sequences" if self.packed else "this rank's rows and all keys"
                     raise expected(self.op, f"{name} of (batch, heads, *{sizes}), {rows}, got {shape_of(bias)}")
+        if self.options.block_mask is not None:
+            self._check_block_mask(self.options.block_mask)
+
+    def _check_block_mask(self, mask: BlockMask) -> None:
+        if self.packed:
+            raise expected(
+                self.op,
+                "no block_mask with packed sequences, got one; call the function without varlen for one sequence of "
+                "all rows, with BlockMask.documents(cu_seqlens) & block_mask",
+            )
+        batch, heads = self.request.query.shape[0], self.request.query.shape[2]
+        lengths = tuple(layout.length for layout in self.whole)
+        if mask.seq_lengths != lengths or mask.shape[0] not in (1, batch) or mask.shape[1] not in (1, heads):
+            what = "block_mask of the whole sequence, (batch or 1, heads or 1, queries, keys)"
+            raise expected(self.op, f"{what} {(batch, heads, *lengths)}, got {mask.shape}")
+        if isinstance(self.exchanges[0], Exchange):
+            check_blocks(self.op, "layout", self.outer[0])
+            if self.request.method == "p2p":
+                check_blocks(self.op, "key_layout", self.outer[1])
 
     def _longest(self) -> tuple[int, int]:
         queries, keys = (max((d[side][1] - d[side][0] for d in self.documents), default=0) for side in (0, 1))
@@ -291,19 +321,24 @@ class _Run:
         if isinstance(self.exchanges[0], NoExchange) and options.dropout_p == 0:
             return self._on_one_rank(tensors, options)
         has_distances = not (options.alibi_slopes is options.table is None and options.band == Band(None, None))
+        mask = options.block_mask
         problem = Problem(
             self.outer[0],
             self.outer[1],
             self.documents,
-            options.band,
+            options.band if mask is None else Band(None, None),
             by_distance=has_distances,
             aligned=options.dropout_p > 0,
             packs=options.bias is options.mask is None,
         )
-        dropout = None
+        masked = dropout = None
+        if mask is not None:
+            masked = MaskedProblem(
+                mask, problem, options.band, self.exchanges[0].rank, by_position=options.depends_on_positions
+            )
         if options.dropout_p > 0:
             longest = options.longest_key or self._longest()[1]
-            state = ops._attention_rng_state(self.request.query)
+            state = ops.draw_attention_rng(self.device)
             dropout = Dropout(options.dropout_p, state, heads[0], heads[1], longest)
         call = Call(
             self.op,
@@ -317,6 +352,7 @@ class _Run:
             alibi_slopes=options.alibi_slopes,
             mask=options.mask,
             dropout=dropout,
+            masked=masked,
         )
         result: tuple[Tensor, Tensor] = Attend.apply(
             call, *Tensors(*tensors, options.sinks, options.bias, options.table)
@@ -335,6 +371,7 @@ class _Run:
             "attn_bias": options.bias,
             "attn_mask": options.mask,
             "relative_bias": options.table,
+            "block_mask": options.block_mask,
         }
         if self.ends is None:
             return flash_attention(*tensors, return_lse=True, **arguments)

@@ -16,9 +16,9 @@ import json
 import math
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from cuda_ext.distributed.bucketing.assignment import AUTO
 from cuda_ext.distributed.bucketing.links import ALGORITHMS
@@ -55,6 +55,7 @@ multiplies in a quarter of the cases, as with 2 experts of 8. For convolutions g
 often they are applied; presets do, and count an image as a token.
 The exposed time is how much longer the all-reduces make a step; efficiency is the time of forward (half of backward)
 and backward, divided by that of a step. docs/buckets.md describes the model.
+For sequences that ranks share, see python -m cuda_ext.distributed context --help.
 
 Units are case-insensitive, except that b is a bit and B a byte: 100gbit, 100Gb/s, 12.5GB/s, 0us, 25mib.
 
@@ -90,7 +91,8 @@ def fraction(text: str) -> float:
     return value
 
 
-def parser() -> Parser:
+def parser(others: Sequence[Callable[[Any], None]] = ()) -> Parser:
+    """others: add commands to what `add_subparsers` returns, with the function of each as `run`."""
     main = Parser(prog="python -m cuda_ext.distributed", description=__doc__.splitlines()[0] if __doc__ else None)
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND")
     plan = commands.add_parser(
@@ -100,13 +102,18 @@ def parser() -> Parser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    plan.set_defaults(run=run_plan)
+    for add in others:
+        add(commands)
     plan.add_argument("shapes", metavar="MODEL_SHAPES", help="a file or a preset, see below")
     model = plan.add_argument_group("the model")
     for name in presets.SIZES:
         about = "width of the keys of a token, all heads" if name == "kv" else "instead of the preset's value"
         model.add_argument(f"--{name}", type=positive, metavar="N", help=about)
     model.add_argument("--wire", choices=list(ITEMSIZE), help="dtype of transfers (default: each parameter's own)")
-    _add_network(plan.add_argument_group("ranks and network"))
+    network = plan.add_argument_group("ranks and network")
+    add_network(network)
+    _add_all_reduces(network)
     _add_computing(plan.add_argument_group("computing: --backward, or both --flops and --tokens"))
     buckets = plan.add_argument_group("buckets")
     buckets.add_argument(
@@ -129,7 +136,7 @@ def parser() -> Parser:
     return main
 
 
-def _add_network(group: argparse._ArgumentGroup) -> None:
+def add_network(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--ranks", type=positive, nargs="+", required=True, metavar="N", help="one or several numbers")
     group.add_argument(
         "--bandwidth", type=quantities.bandwidth, required=True, help="network of each rank: 400Gbit, 50GB/s"
@@ -150,6 +157,9 @@ def _add_network(group: argparse._ArgumentGroup) -> None:
         metavar="LATENCY",
         help="of a message inside a node (default 3.4us, a step of a ring in NCCL's own model)",
     )
+
+
+def _add_all_reduces(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--algorithm", choices=(AUTO, *ALGORITHMS), default=AUTO, help="across nodes (default: the faster one)"
     )
@@ -225,16 +235,17 @@ def table(predictions: Sequence[Prediction]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+def main(arguments: Sequence[str] | None = None, others: Sequence[Callable[[Any], None]] = ()) -> int:
+    options = parser(others).parse_args(arguments)
     try:
-        return plan(options)
+        status: int = options.run(options)
+        return status
     except (OSError, ImportError, ValueError) as error:
-        print(f"python -m cuda_ext.distributed plan: {error}", file=sys.stderr)
+        print(f"python -m cuda_ext.distributed {options.command}: {error}", file=sys.stderr)
         return 2
 
 
-def plan(options: argparse.Namespace) -> int:
+def run_plan(options: argparse.Namespace) -> int:
     if options.plot is not None:
         from cuda_ext.distributed.prediction import plot  # fails before any work if matplotlib is missing
 

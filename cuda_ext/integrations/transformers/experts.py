@@ -10,7 +10,8 @@ from transformers.integrations import moe
 
 from cuda_ext._activations import activation_of
 from cuda_ext._experts import Gate, mixture_of_experts
-from cuda_ext.fp8 import EXPERTS_RECIPES, ConvertibleLayer, convertible_layers
+from cuda_ext._fp8_recipes import EXPERTS_RECIPES
+from cuda_ext.fp8 import ConvertibleLayer, convertible_layers
 from cuda_ext.integrations.transformers.names import NAME, counter
 
 __all__ = ["experts_forward"]
