@@ -76,7 +76,9 @@ def draw(case: Case, dtype: torch.dtype = torch.float64) -> Whole:
     ends: tuple[Tensor, ...] = ()
     if case.packed:
         ends = tuple(torch.tensor([0, *lengths]).cumsum(0).int() for lengths in zip(*case.lengths))
-    return Whole(tensors, ends, {name: _option(name, value, dtype) for name, value in case.options.items()})
+    # Not in 16 bits: ranks have parts of their gradients, which would be rounded before they are summed.
+    of_options = torch.float64 if dtype == torch.float64 else torch.float32
+    return Whole(tensors, ends, {name: _option(name, value, of_options) for name, value in case.options.items()})
 
 
 def _option(name: str, value: Any, dtype: torch.dtype) -> Any:
@@ -171,10 +173,11 @@ class Check:
         leaves = [*whole.tensors, *(whole.options[name] for name in self.names)]
         converted = [weight.to(result.dtype) for weight, result in zip(weights, results)]
         grads = torch.autograd.grad(loss_of(results, converted), leaves)
-        named = dict(zip(["out", "q", "k", "v"], [results[0], *grads]))
+        out, lse = (result.detach() for result in results)
+        named = dict(zip(["out", "q", "k", "v"], [out, *grads]))
         of_rows = zip(named.items(), [self.layouts[0], *self.of_tensors])
         parts = {name: own_rows(tensor, layout, self.row_dim) for (name, tensor), layout in of_rows}
-        parts["lse"] = own_rows(results[1], self.layouts[0], -1)
+        parts["lse"] = own_rows(lse, self.layouts[0], -1)
         for name, grad in zip(self.names, grads[3:]):
             parts[name] = own_rows(grad, self.layouts[0], -2) if self._has_rows(name, grad) else grad
         return parts
@@ -183,7 +186,8 @@ class Check:
         """The same of the call whose results these are."""
         own = [own_rows(weights[0], self.layouts[0], self.row_dim), own_rows(weights[1], self.layouts[0], -1)]
         grads = torch.autograd.grad(loss_of(results, own), [*self.own, *(self.options[name] for name in self.names)])
-        parts = dict(zip(["out", "lse", "q", "k", "v", *self.names], [*results, *grads]))
+        found = [*(result.detach() for result in results), *grads]
+        parts = dict(zip(["out", "lse", "q", "k", "v", *self.names], found))
         for name in self.names:
             if not self._has_rows(name, self.whole.options[name]):
                 total = parts[name].clone()
