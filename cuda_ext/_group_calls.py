@@ -14,6 +14,8 @@ from cuda_ext._watch import NamedCollectives
 
 __all__ = ["GroupCall", "begin_call"]
 
+MOST_COMPARED = 256  # arguments that are remembered
+
 
 class _Calls:
     """All calls of an op over a group. They are named for whoever waits for a dead or late rank."""
@@ -21,7 +23,8 @@ class _Calls:
     def __init__(self, op: str, group: dist.ProcessGroup, device: torch.device) -> None:
         self.op = op
         self.count = 0
-        self.told = dict[str, list[str]]()  # by what ranks have compared
+        self.told = dict[str, list[str]]()  # by what ranks have compared; the oldest first, on all ranks alike
+        self.questions = list[str]()  # whose answers are in the store
         self.collectives = NamedCollectives(f"{NAMESPACE}::{op}", group, device, self._status, name=op)
 
     def _status(self, waiting: str) -> str:
@@ -39,11 +42,14 @@ class _Calls:
             return bool((waits and int(waits[1]) >= number) or (begun and int(begun[1]) > number))
 
         watch = self.collectives.watch
+        self.questions.append(f"call {number}")
         watch.busy(True)
         try:
-            answers = watch.answers(f"call {number}", f"{arguments}\n{own}", is_past)
+            answers = watch.answers(self.questions[-1], f"{arguments}\n{own}", is_past)
         finally:
             watch.busy(False)
+        if len(self.questions) > 2:  # all ranks have read the one before the last, or would not have asked the last
+            watch.forget_answer(self.questions.pop(0))
         told = {}
         for rank, answer in answers.items():
             theirs, _, told[rank] = (answer or "").partition("\n")
@@ -53,6 +59,8 @@ class _Calls:
                     f"{NAMESPACE}::{self.op}: expected the same arguments on all {watch.ranks} ranks, got {arguments} "
                     f"on rank {watch.rank} and {got}"
                 )
+        if len(self.told) == MOST_COMPARED:
+            del self.told[next(iter(self.told))]
         return self.told.setdefault(arguments, [told[rank] for rank in range(watch.ranks)])
 
 

@@ -8,6 +8,7 @@ the others in its error. While steps succeed quickly, nothing is written.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import secrets
 import threading
@@ -15,7 +16,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -157,6 +157,11 @@ class Watch:
             time.sleep(self.interval / 100)
         return found
 
+    def forget_answer(self, question: str) -> None:
+        """Takes this rank's answer from the store. All ranks must have read it."""
+        with contextlib.suppress(*BOARD_ERRORS):
+            self._store.delete_key(f"{self._prefix}/answers/{question}/{self.rank}")
+
     def ranks_that(self, holds: bool) -> list[int]:
         """The ranks that pass True. All ranks call it; empty if some do not in time, or if the store does not answer.
 
@@ -254,7 +259,7 @@ class NamedCollectives:
         self._waits_for = ""
         self._last_words = ""  # the status of a rank that has failed
 
-    @contextmanager
+    @contextlib.contextmanager
     def named(self, what: str, *, completes: bool = True, is_busy: bool = False) -> Iterator[None]:
         """Names the collective inside.
 

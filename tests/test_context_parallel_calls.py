@@ -13,7 +13,7 @@ from ranks import on_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from cuda_ext import flash_attention
+from cuda_ext import _group_calls, flash_attention
 from cuda_ext.distributed import context_parallel as cp
 from cuda_ext.distributed.context_parallel import Layout
 
@@ -63,6 +63,23 @@ def test_errors_on_every_rank() -> None:
     packed = [tensor[0] for tensor in (query, key, value)]
     on_every_rank(RuntimeError, "cu_seqlens that end at most", lambda: cp.ring_attention_varlen(*packed, ends, ends))
     ring(query, key, value, causal=True)
+
+
+@on_ranks(2)
+def test_what_ranks_compare_does_not_pile_up() -> None:
+    """Packed sequences are others in each step."""
+    store: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    query, key, value = (tensor[0] for tensor in operands())
+    for step in range(_group_calls.MOST_COMPARED + 8):
+        ends = torch.tensor([0, step % 15 + 1, 16], dtype=torch.int32)
+        same = {"softcap": 1.0 + step // 15}
+        cp.ring_attention_varlen(query.detach(), key.detach(), value.detach(), ends, ends, **same)
+        if step == 4:
+            few = store.num_keys()
+    dist.barrier()
+    assert store.num_keys() <= few + 8
+    (calls,) = _group_calls._calls[dist.group.WORLD].values()
+    assert len(calls.told) == _group_calls.MOST_COMPARED
 
 
 @on_ranks(2)
