@@ -30,7 +30,7 @@ What does not apply:
 
 - TransformerEngine's sbhd is a view of bshd. Its fp8 attention does not exist here. Its refusals do not exist here
   either, so those cells run: windows and sinks only with some methods, bias only with p2p and not in thd, MLA not by
-  all-to-all, padding not in two dimensions. Its largest models have 128 heads, here 16. Maximal logits are not returned.
+  all-to-all, padding not in two dimensions. Its models of 128 heads have 16 here. Maximal logits are not returned.
 - ring-flash-attn's sequences are multiples of twice the ranks; here one of the two sets is odd. Its ranks are 8, here 2
   to 4. It prints differences, without a bound. QKV packed in one tensor are views.
 - PyTorch's counts of collectives: test_context_parallel_calls.py counts bytes. Its cell of load balance without a
