@@ -3,9 +3,9 @@
 Every case is compared with one rank: in float64 out, lse and all gradients to 1e-12, relative to the largest element.
 Where a matrix has 16-bit dtypes, a case also runs in one of them, drawn: its errors against float64 are at most 1.5
 times those of one rank, and within the tolerances of TransformerEngine. For gradients of keys and values it is 1.75
-times: the results of calls, what is sent, and the sum are rounded, where one rank has at least the last of these errors,
-so the root of their squares can be 3 ** 0.5. Rows are divided by 64 or more, by an odd number in half of the cases: what
-depends on tiles of kernels is tested on one rank.
+times. One rank rounds such a gradient once; here the results of calls, what is sent and the sum are rounded, so the
+errors can be 3 ** 0.5 times as large. Sequences are shorter, and some are odd: what depends on the tiles of kernels is
+tested on one rank.
 
 | matrix | here |
 |---|---|
