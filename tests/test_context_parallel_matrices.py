@@ -2,8 +2,10 @@
 
 Every case is compared with one rank: in float64 out, lse and all gradients to 1e-12, relative to the largest element.
 Where a matrix has 16-bit dtypes, a case also runs in one of them, drawn: its errors against float64 are at most 1.5
-times those of one rank, and within the tolerances of TransformerEngine. Rows are divided by 32 to 64, and by an odd
-number of them in half of the cases: what depends on tiles of kernels is tested on one rank.
+times those of one rank, and within the tolerances of TransformerEngine. For gradients of keys and values it is 1.75
+times. One rank rounds such a gradient once; here the results of calls, what is sent and the sum are rounded, so the
+errors can be 3 ** 0.5 times as large. Sequences are shorter, and some are odd: what depends on the tiles of kernels is
+tested on one rank.
 
 | matrix | here |
 |---|---|
@@ -125,7 +127,8 @@ def check_rounded(check: Check, method: str) -> None:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         error, of_one, size = sums[:3].sqrt().tolist()
         rounding = 2.0**-21 * size  # of float32 sums in another order
-        assert error <= 1.5 * of_one + rounding, f"{name}: error {error:.3g} of {size:.3g}, of one rank {of_one:.3g}"
+        factor = 1.75 if name in ("k", "v") else 1.5
+        assert error <= factor * of_one + rounding, f"{name}: error {error:.3g} of {size:.3g}, of one rank {of_one:.3g}"
         # Those of TransformerEngine: elements, and the root of the mean square, beside the range of elements.
         torch.testing.assert_close(found, wanted, atol=2.5e-2 * max(1.0, float(largest)), rtol=2.5e-2, msg=name)
         assert math.sqrt(float(sums[0] / sums[3].clamp(min=1.0))) <= 0.01 * 2 * float(largest) + 1e-9, name
@@ -376,9 +379,10 @@ HEADS = [*((4, heads) for heads in (4, 8, 7)), *((2, heads) for heads in (3, 7))
 @pytest.mark.parametrize("rows", [4, 8])
 @pytest.mark.parametrize("batch", [2, 4])
 def test_deepspeed_heads(batch: int, rows: int, ranks: int, heads: int, dim: int) -> None:
-    """So many rows on each rank; bit-equal to one rank where the ranks divide the heads."""
+    """So many rows on each rank; bit-equal to one rank if each has the same number of heads, and not one, of which the
+    CPU kernels add up the products of short sequences in another order."""
     case = Case(heads, heads, (rows * ranks, rows * ranks), CAUSAL, dims=(dim, dim), batch=batch)
-    check_exact(case, "contiguous", "ulysses", 1e-12 if heads % ranks else 0.0)
+    check_exact(case, "contiguous", "ulysses", 0.0 if heads % ranks == 0 and heads > ranks else 1e-12)
 
 
 class Attention(nn.Module):
