@@ -48,9 +48,10 @@ inline GemmChoice choose_grouped_plan(const GemmParams& params, const rt::Device
   const auto cycles = [&](const GemmPlan& plan) {
     return estimate(of_all, plan, kConfigs[plan.config], {device.num_sms}).total;
   };
-  // An activation takes long: with narrow tiles, the other consumer multiplies meanwhile.
+  // An activation takes long: with narrow tiles, the other consumer multiplies meanwhile. But gathered rows come too
+  // slowly for tiles that take half as long.
   const bool is_narrow = columns <= kConfigs[narrow.config].block_n ||
-                         (params.activation != Activation::kNone && cycles(narrow) < cycles(wide));
+                         (params.activation != Activation::kNone && !gathers && cycles(narrow) < cycles(wide));
   choice.plan = is_narrow ? narrow : wide;
   return choice;
 }

@@ -80,8 +80,8 @@ def ring_attention(
     Forward saves what `flash_attention` saves; backward transfers keys and values again, and sends each gradient once,
     in the dtype of `key`. Sums over ranks are in float32 (float64), in the order of ranks, so results repeat bit for
     bit. The gradients of `sinks`, `attn_bias` and `relative_bias` are those of this rank's rows: sum them over the
-    group, like those of weights. Differentiable once. All ranks call, and run backward, in the same order. For
-    `torch.compile` the call is a graph break.
+    group, like those of weights; in 16 bits each rank rounds its own, so keep these tensors in float32. Differentiable
+    once. All ranks call, and run backward, in the same order. For `torch.compile` the call is a graph break.
 
     Raises:
         RuntimeError: as `flash_attention`; arguments that differ between ranks (compared once); a rank that does not
@@ -111,7 +111,8 @@ def ulysses_attention(
 
     Two all-to-alls exchange heads for rows before attention, and rows for heads after it. Query heads are divided
     evenly, by groups of a key head if there are enough of these; a key head that several ranks need goes to all of
-    them, and its gradients are added. If the ranks divide `H` and `Hk`, all results are bit-equal to those of one rank.
+    them, and its gradients are added. If the ranks divide `H` and `Hk` and each has several heads, all results are
+    bit-equal to those of one rank.
 
     Args:
         layout: ``"contiguous"`` (default), ``"zigzag"`` or a `Layout`: all have the same balance.

@@ -7,6 +7,7 @@ its own, because that is counted from the last row and the last key of the call.
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -138,7 +139,8 @@ def _place(ranges: Sequence[Range], wanted: Range) -> Range:
 def _segments(problem: Problem, rows: Range, keys: Range, *, whole_rows: bool) -> Iterator[Segment]:
     """whole_rows: yields all rows, also those that see none of the keys."""
     left, right = problem.band
-    for number, document in enumerate(problem.documents):
+    for number in range(*_with_rows(problem.documents, rows)):
+        document = problem.documents[number]
         begin, end = max(rows[0], document.queries[0]), min(rows[1], document.queries[1])
         if begin >= end:
             continue
@@ -158,6 +160,18 @@ def _segments(problem: Problem, rows: Range, keys: Range, *, whole_rows: bool) -
             yield Segment((begin, end), (low, high), number, high - end - diagonal)
         elif whole_rows:
             yield Segment((begin, end), (low, low), number, 0)
+
+
+def _with_rows(documents: tuple[Document, ...], rows: Range) -> Range:
+    """The numbers of the documents that may have some of the rows."""
+    begins, ends = _bounds(documents)
+    return bisect.bisect_right(ends, rows[0]), bisect.bisect_left(begins, rows[1])
+
+
+@functools.lru_cache(maxsize=64)
+def _bounds(documents: tuple[Document, ...]) -> tuple[list[int], list[int]]:
+    begins, ends = ([document.queries[side] for document in documents] for side in (0, 1))
+    return begins, ends
 
 
 def _runs(problem: Problem, segments: list[Segment]) -> Iterator[tuple[Segment, ...]]:
