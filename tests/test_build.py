@@ -360,7 +360,7 @@ int main() {
     if (choice.kernel == ScaledGemmChoice::Kernel::kNone)
       std::puts(choice.refusal.c_str());
     else
-      launch_scaled_gemm_cuda(p, choice, nullptr);
+      launch_scaled_gemm_cuda(p, choice, [](size_t) { return Workspace{}; }, nullptr);
   }
 }
 """

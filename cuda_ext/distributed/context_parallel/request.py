@@ -344,7 +344,8 @@ class _Run:
             self.op,
             problem,
             self.exchanges[0],
-            from_all=self.request.method == "all_gather" or (dropout is not None and not _begin_aligned(problem)),
+            from_all=self._needs_all_keys(tensors[0], tensors[2])
+            or (dropout is not None and not _begin_aligned(problem)),
             gathered_bytes=GATHERED_BYTES,
             scale=options.scale,
             softcap=options.softcap,
@@ -358,6 +359,12 @@ class _Run:
             call, *Tensors(*tensors, options.sinks, options.bias, options.table)
         )
         return result
+
+    def _needs_all_keys(self, query: Tensor, value: Tensor) -> bool:
+        """On a GPU the composed backward of dtypes and head dims without a kernel normalises over its own keys."""
+        most = 128 if query.dtype == torch.float32 else 256
+        is_composed = query.is_cuda and (query.dtype == torch.float64 or max(query.shape[3], value.shape[3]) > most)
+        return self.request.method == "all_gather" or is_composed
 
     def _on_one_rank(self, tensors: tuple[Tensor, Tensor, Tensor], options: _Options) -> tuple[Tensor, Tensor]:
         """For all rows, which are in order here."""
