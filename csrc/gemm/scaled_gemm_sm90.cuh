@@ -38,13 +38,14 @@ struct ScaledItem {
   static constexpr int group = 0;
 
   int row, column;  // the first
+  int row_end;      // of the matrix
   int split;
 
-  DEVICE arch::Words4 words() const { return {{uint32_t(row), uint32_t(column), uint32_t(split), 0u}}; }
+  DEVICE arch::Words4 words() const { return {{uint32_t(row), uint32_t(column), uint32_t(row_end), uint32_t(split)}}; }
   DEVICE static ScaledItem of(const arch::Words4& words) {
-    return {int(words.data[0]), int(words.data[1]), int(words.data[2])};
+    return {int(words.data[0]), int(words.data[1]), int(words.data[2]), int(words.data[3])};
   }
-  DEVICE int end_of_rows(const ScaledGemmParams& params) const { return int(params.m); }
+  DEVICE int end_of_rows(const ScaledGemmParams&) const { return row_end; }
   DEVICE int line_of_b(const ScaledGemmParams&) const { return column; }
   DEVICE int first_k_tile(const ScaledPlan& plan) const { return split * plan.split_k_tiles; }
   DEVICE int k_tiles(const ScaledPlan& plan) const {
@@ -64,10 +65,10 @@ struct ScaledGemm {
   static constexpr Groups::Cut kCut = Groups::Cut::kNone;
   DEVICE static int items(const ScaledGemmParams&, const ScaledPlan& plan) { return plan.splits * plan.items(); }
   // Called by all lanes of a warp.
-  DEVICE static ScaledItem item(const ScaledGemmParams&, const ScaledPlan& plan, int index) {
+  DEVICE static ScaledItem item(const ScaledGemmParams& params, const ScaledPlan& plan, int index) {
     const int items = plan.items();
     const RowAndColumn place = place_in_bands(index % items, plan.row_tiles, plan.column_groups, plan.raster);
-    return {place.row * kBlockM, first_column(plan, place.column), index / items};
+    return {place.row * kBlockM, first_column(plan, place.column), int(params.m), index / items};
   }
   DEVICE static int first_column(const ScaledPlan& plan, int column_group) {
     return (column_group * plan.cluster + (plan.cluster > 1 ? arch::cluster_rank() : 0)) * kBlockN;
