@@ -134,6 +134,7 @@ struct AttentionParams {
   DropoutCounters dropout_counters;
 
   HeadsView query, key, value, out;
+  bool float32_out = false;  // of a dtype of 16 bits: `out` is float32, as summed
   KeyCache cache;
 
   bool uses_wgmma = true;  // on devices that have it
@@ -142,6 +143,7 @@ struct AttentionParams {
 
 struct AttentionBackwardParams : AttentionParams {
   HeadsView grad_out, grad_query, grad_key, grad_value;
+  bool float32_grads = false;      // of a dtype of 16 bits: those of query, key and value are float32, as summed
   const void* grad_lse = nullptr;  // like lse; may be null
   void* grad_sinks = nullptr;      // like sinks; null when not wanted
   bool deterministic = false;      // the same bits in every run; always so on a CPU, for the same number of threads

@@ -248,8 +248,14 @@ DEVICE void begin_rows(const AttentionParams& p, const TileRows& rows, bool is_f
     }
 }
 
-// Divides the output by the sums of probs and stores the log-sum-exp of each row; if the block has a part of the keys,
-// also the output, for attention_combine.
+// Whether finish_rows stores the output, which else is rounded and staged: parts of it and float32 of 16-bit operands.
+template <class Kernel>
+DEVICE bool stores_float32(const AttentionParams& p, const ForwardPlan& plan, const ForwardTask& task) {
+  return (sizeof(typename Kernel::Element) == 2 && p.float32_out) || is_part<Kernel>(plan, task);
+}
+
+// Divides the output by the sums of probs and stores the log-sum-exp of each row; if stores_float32, also the output:
+// if the block has a part of the keys, for attention_combine.
 template <class Kernel, class RowAt>
 DEVICE void finish_rows(const AttentionParams& p, const ForwardPlan& plan, const ForwardTask& task,
                         const TileRows& rows, const TilePosition& position, int split, const RowAt& row_at,
@@ -276,19 +282,23 @@ DEVICE void finish_rows(const AttentionParams& p, const ForwardPlan& plan, const
       }
       if (rows.first + row >= rows.count) continue;
       const int64_t lse_index = first_lse_row(p, position.q_begin, position.batch, rows.head(row)) + query;
+      float* to_lse = static_cast<float*>(p.lse) + lse_index;
+      float* to = nullptr;
       if (is_part) {
         const int64_t partial_row =
             slot < 0 ? split_rows + lse_index : (int64_t(split) * plan.long_lists.slots + slot) * Kernel::kBlockM + row;
-        if (column == 0) arch::store_global(plan.partial_lse + partial_row, lse);
-        float* const to = plan.partial_out + partial_row * p.dim_v + column;
-#pragma unroll
-        for (int n = 0; n < Tiles::kColumnTiles; ++n)
-          if (n * 8 < p.dim_v)
-            arch::store_global(to + n * 8, arch::Words2{{arch::float_bits(out[m][n][2 * half]),
-                                                         arch::float_bits(out[m][n][2 * half + 1])}});
-      } else if (column == 0) {
-        arch::store_global(static_cast<float*>(p.lse) + lse_index, lse);
+        to_lse = plan.partial_lse + partial_row;
+        to = plan.partial_out + partial_row * p.dim_v;
+      } else if (stores_float32<Kernel>(p, plan, task)) {
+        to = row_of<float>(p.out, position.batch, position.q_begin + query, rows.head(row));
       }
+      if (column == 0) arch::store_global(to_lse, lse);
+      if (to == nullptr) continue;
+#pragma unroll
+      for (int n = 0; n < Tiles::kColumnTiles; ++n)
+        if (n * 8 < p.dim_v)
+          arch::store_global(to + column + n * 8, arch::Words2{{arch::float_bits(out[m][n][2 * half]),
+                                                                arch::float_bits(out[m][n][2 * half + 1])}});
     }
 }
 
