@@ -104,7 +104,7 @@ def test_ranges_of_keys_add_up_to_the_whole(dtype: torch.dtype, options: dict[st
         place = {"dropout_place": [4, 0, 70, 0, 301, first], **options}
         parts.append(ops.flash_attention_forward(*own, rng_state=rng, **place)[:2])
         backwards.append(ops.flash_attention_backward(grad_out, None, *own, out, lse, rng, **place)[:3])
-    tolerance = {"atol": 12 * torch.finfo(dtype).eps, "rtol": 6 * torch.finfo(dtype).eps}
+    tolerance: dict[str, Any] = {"atol": 12 * torch.finfo(dtype).eps, "rtol": 6 * torch.finfo(dtype).eps}
     merged, merged_lse = parts[0]
     for each in parts[1:]:
         merged, merged_lse = cuda_ext.merge_attention(merged, merged_lse, *each)
@@ -349,7 +349,8 @@ def test_float32_results_are_as_exact_as_their_sums(dims: tuple[int, int], sizes
     grad_out = torch.zeros(1, rows, 4, dim_v)
     grad_out[..., :16] = torch.randint(-7, 8, (1, rows, 4, 16))
     grad_out = grad_out.bfloat16()
-    scale, tolerance = 0.125, {"atol": 1e-5, "rtol": 4e-6}
+    scale = 0.125
+    tolerance: dict[str, Any] = {"atol": 1e-5, "rtol": 4e-6}
 
     any_value = torch.randn(1, keys, 2, dim_v).bfloat16()
     out, _, _ = ops.flash_attention_forward(torch.zeros_like(query), key, any_value, out_dtype=torch.float32)

@@ -125,9 +125,9 @@ struct AttentionParams {
   BiasStrides mask_strides = {};
   BlockMask block_mask;
 
-  // Philox4x32-10 with key = seed and counter = (n, offset), where row i of a head and key j have
-  // n = ((batch * heads + head) * rows + i) * of_row + first + j / 4, and word j % 4. With varlen batch is 0, and i counts
-  // the rows of all sequences.
+  // Philox4x32-10 with key = seed and counter = (n, offset), where row i of a head and key j have word j % 4 of
+  // n = ((batch * heads + head) * rows + i) * of_row + first + j / 4. With varlen batch is 0, and i counts the rows of
+  // all sequences.
   double dropout_p = 0.0;
   RngSource rng;
   uint64_t* rng_state = nullptr;  // (2,): output of a CUDA forward, seed and offset; null in backward

@@ -294,8 +294,9 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
         random);
   m.def(
       "flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-      "Tensor out, Tensor lse, Tensor? rng_state, bool needs_grad_bias=False, " OPTIONAL_VARLEN_SCHEMA PART_SCHEMA("grad_dtype")
-      ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks, Tensor grad_bias)",
+      "Tensor out, Tensor lse, Tensor? rng_state, bool needs_grad_bias=False, "
+      OPTIONAL_VARLEN_SCHEMA PART_SCHEMA("grad_dtype") ") -> (Tensor grad_query, "
+      "Tensor grad_key, Tensor grad_value, Tensor grad_sinks, Tensor grad_bias)",
       {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout});
   m.def("draw_attention_rng(Device device) -> Tensor", {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
 }
