@@ -109,7 +109,7 @@ def test_ranges_of_keys_add_up_to_the_whole(
         place = {"dropout_place": [4, 0, 70, 0, 301, first], **options}
         parts.append(ops.flash_attention_forward(*own, rng_state=rng, **place)[:2])
         backwards.append(ops.flash_attention_backward(grad_out, None, *own, out, lse, rng, **place)[:3])
-    tolerance = {"atol": 12 * torch.finfo(dtype).eps, "rtol": 6 * torch.finfo(dtype).eps}
+    tolerance: dict[str, Any] = {"atol": 12 * torch.finfo(dtype).eps, "rtol": 6 * torch.finfo(dtype).eps}
     merged, merged_lse = parts[0]
     for each in parts[1:]:
         merged, merged_lse = cuda_ext.merge_attention(merged, merged_lse, *each)
@@ -268,3 +268,143 @@ def test_opcheck() -> None:
     arguments = (grad_out, None, query, key, value, out, lse, rng)
     torch.library.opcheck(ops.flash_attention_backward.default, arguments, options)
     torch.library.opcheck(ops.draw_attention_rng.default, (torch.device("cpu"),))
+
+
+# Results in float32
+
+
+SIZES = [  # batch, Sq, Sk, H, Hk, D, Dv
+    (2, 70, 130, 4, 2, 64, 64),
+    (1, 3, 1000, 4, 4, 128, 128),  # keys are divided among blocks
+    (1, 130, 70, 2, 1, 96, 72),
+    (1, 129, 67, 1, 1, 192, 128),
+    (1, 66, 130, 2, 2, 256, 256),
+    (2, 1, 33, 4, 1, 60, 44),  # padded
+    (1, 20, 30, 1, 1, 264, 264),  # composed of other ops on a GPU
+]
+VARIANTS: list[dict[str, Any]] = [{}, {"causal": True, "dropout_p": 0.3}, {"window_left": 33, "softcap": 3.0}]
+
+
+def assert_rounds_to(exact: Tensor, rounded: Tensor) -> None:
+    assert exact.dtype == torch.float32 and torch.equal(exact.to(rounded.dtype), rounded)
+    assert not torch.equal(exact, rounded.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_float32_results_round_to_the_others(
+    dtype: torch.dtype, sizes: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    batch, rows, keys, heads, heads_kv, dim, dim_v = sizes
+    shapes = (rows, heads, dim), (keys, heads_kv, dim), (keys, heads_kv, dim_v), (rows, heads, dim_v)
+    *tensors, grad_out = (torch.randn(batch, *shape).to(dtype) for shape in shapes)
+    rng = ops.draw_attention_rng(grad_out.device)
+    check_rounding(tensors, grad_out, rng, (None, None), options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_float32_results_of_packed_sequences(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """With rows after the last sequence, which are zeros."""
+    queries, keys = ([40, 0, 75, 1], [35, 60, 131, 9])
+    *tensors, grad_out = (
+        torch.randn(sum(lengths) + 5, heads, 64).to(dtype)
+        for lengths, heads in ((queries, 4), (keys, 2), (keys, 2), (queries, 4))
+    )
+    cu = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (queries, keys)]
+    rng = ops.draw_attention_rng(grad_out.device)
+    for exact in check_rounding(tensors, grad_out, rng, cu, options):
+        assert not exact[-5:].any()
+
+
+def test_float32_results_under_a_block_mask_of_long_lists() -> None:
+    """A part of the keys sees all queries, so that lists are divided among blocks."""
+    tensors = [torch.randn(1, 700, 1, 64).bfloat16() for _ in range(3)]
+    mask = cuda_ext.BlockMask.window_with_global(700, window=64, global_tokens=1)
+    names = ("block_keys", "block_queries", "block_tiles")
+    options = {name: tensor.to(tensors[0].device) for name, tensor in zip(names, mask.op_tensors, strict=True)}
+    check_rounding(tensors, torch.randn(1, 700, 1, 64).bfloat16(), None, (None, None), options)
+
+
+def check_rounding(
+    tensors: list[Tensor], grad_out: Tensor, rng: Tensor | None, cu: Any, options: dict[str, Any]
+) -> list[Tensor]:
+    """Returns out and the gradients in float32, whose order of additions is fixed."""
+    options = {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1], **options}
+    out, lse, _ = ops.flash_attention_forward(*tensors, rng_state=rng, **options)
+    exact, exact_lse, _ = ops.flash_attention_forward(*tensors, rng_state=rng, out_dtype=torch.float32, **options)
+    assert_rounds_to(exact, out)
+    assert torch.equal(exact_lse, lse)
+    arguments, options = (grad_out, None, *tensors, out, lse, rng), {**options, "deterministic": True}
+    gradients = ops.flash_attention_backward(*arguments, **options)[:3]
+    exacts = ops.flash_attention_backward(*arguments, grad_dtype=torch.float32, **options)[:3]
+    for a, b in zip(exacts, gradients, strict=True):
+        assert_rounds_to(a, b)
+    return [exact, exacts[0]]
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("sizes", [(64, 128), (200, 64), (1, 512)], ids=str)
+def test_float32_results_are_as_exact_as_their_sums(dims: tuple[int, int], sizes: tuple[int, int]) -> None:
+    """Logits of zero make all probs 1, or one over the number of keys, a power of two like the scale. With values of
+    mean zero the gradients of logits are integers over it. So 16 bits hold every factor of every product."""
+    (rows, keys), (dim, dim_v) = sizes, dims
+    query, key = torch.randn(1, rows, 4, dim).bfloat16(), torch.randn(1, keys, 2, dim).bfloat16()
+    signs = torch.randint(0, 2, (1, keys // 2, 2, dim_v)) * 2 - 1
+    value = torch.cat([signs, -signs], 1).bfloat16()
+    grad_out = torch.zeros(1, rows, 4, dim_v)
+    grad_out[..., :16] = torch.randint(-7, 8, (1, rows, 4, 16))
+    grad_out = grad_out.bfloat16()
+    scale = 0.125
+    tolerance: dict[str, Any] = {"atol": 1e-5, "rtol": 4e-6}
+
+    any_value = torch.randn(1, keys, 2, dim_v).bfloat16()
+    out, _, _ = ops.flash_attention_forward(torch.zeros_like(query), key, any_value, out_dtype=torch.float32)
+    mean = any_value.double().mean(1, keepdim=True).repeat_interleave(2, 2).expand(out.shape)
+    torch.testing.assert_close(out.double(), mean, **tolerance)
+
+    def gradients(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+        out, lse, _ = ops.flash_attention_forward(query, key, value, scale=scale)
+        assert out.abs().max() < 1e-7  # without the error of wgmma's sums: 0
+        out = torch.zeros_like(out)
+        return ops.flash_attention_backward(
+            grad_out, None, query, key, value, out, lse, None, scale=scale, grad_dtype=torch.float32
+        )[:3]
+
+    by_keys = [tensor.double().repeat_interleave(2, 2) for tensor in (key, value)]
+    grad_logits = torch.einsum("bihd,bjhd->bhij", grad_out.double(), by_keys[1]) / keys
+    grad_query, _, grad_value = gradients(torch.zeros_like(query), key)
+    torch.testing.assert_close(
+        grad_query.double(), torch.einsum("bhij,bjhd->bihd", grad_logits, by_keys[0]) * scale, **tolerance
+    )
+    sums = grad_out.double().sum(1, keepdim=True).unflatten(2, (2, 2)).sum(3) / keys
+    torch.testing.assert_close(grad_value.double(), sums.expand(grad_value.shape), **tolerance)
+    _, grad_key, _ = gradients(query, torch.zeros_like(key))
+    expected = torch.einsum("bhij,bihd->bjhd", grad_logits, query.double()).unflatten(2, (2, 2)).sum(3) * scale
+    torch.testing.assert_close(grad_key.double(), expected, **tolerance)
+
+
+@pytest.mark.cpu_only("the checks are the same")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_refused_dtypes(device: str) -> None:
+    for dtype, wrong, allowed in (
+        (torch.bfloat16, torch.float16, "bfloat16 or float32, got float16"),
+        (torch.float32, torch.float64, "float32, got float64"),
+        (torch.float64, torch.float32, "float64, got float32"),
+    ):
+        query, key, value, grad_out = (tensor.to(device) for tensor in inputs(dtype))
+        lse = torch.zeros(2, HEADS, ROWS, device=device, dtype=torch.promote_types(dtype, torch.float32))
+        with pytest.raises(RuntimeError, match=f"flash_attention: expected out_dtype to be None, {allowed}; convert"):
+            ops.flash_attention_forward(query, key, value, out_dtype=wrong)
+        with pytest.raises(RuntimeError, match=f"_backward: expected grad_dtype to be None, {allowed}; convert"):
+            ops.flash_attention_backward(grad_out, None, query, key, value, grad_out, lse, None, grad_dtype=wrong)
+
+
+@pytest.mark.cpu_only("opcheck compares with fake tensors")
+def test_opcheck_of_float32_results() -> None:
+    query, key, value, grad_out = inputs(torch.bfloat16)
+    torch.library.opcheck(ops.flash_attention_forward.default, (query, key, value), {"out_dtype": torch.float32})
+    out, lse, _ = ops.flash_attention_forward(query, key, value)
+    arguments = (grad_out, None, query, key, value, out, lse, None)
+    torch.library.opcheck(ops.flash_attention_backward.default, arguments, {"grad_dtype": torch.float32})

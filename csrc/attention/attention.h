@@ -125,15 +125,16 @@ struct AttentionParams {
   BiasStrides mask_strides = {};
   BlockMask block_mask;
 
-  // Philox4x32-10 with key = seed and counter = (n, offset), where row i of a head and key j have
-  // n = ((batch * heads + head) * rows + i) * of_row + first + j / 4, and word j % 4. With varlen batch is 0, and i
-  // counts the rows of all sequences.
+  // Philox4x32-10 with key = seed and counter = (n, offset), where row i of a head and key j have word j % 4 of
+  // n = ((batch * heads + head) * rows + i) * of_row + first + j / 4. With varlen batch is 0, and i counts the rows of
+  // all sequences.
   double dropout_p = 0.0;
   RngSource rng;
   uint64_t* rng_state = nullptr;  // (2,): output of a CUDA forward, seed and offset; null in backward
   DropoutCounters dropout_counters;
 
   HeadsView query, key, value, out;
+  bool float32_out = false;  // of a dtype of 16 bits: `out` is float32, as summed
   KeyCache cache;
 
   bool uses_wgmma = true;  // on devices that have it
@@ -142,6 +143,7 @@ struct AttentionParams {
 
 struct AttentionBackwardParams : AttentionParams {
   HeadsView grad_out, grad_query, grad_key, grad_value;
+  bool float32_grads = false;      // of a dtype of 16 bits: those of query, key and value are float32, as summed
   const void* grad_lse = nullptr;  // like lse; may be null
   void* grad_sinks = nullptr;      // like sinks; null when not wanted
   bool deterministic = false;      // the same bits in every run; always so on a CPU, for the same number of threads

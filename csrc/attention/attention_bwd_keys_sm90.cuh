@@ -269,6 +269,7 @@ DEVICE void store_sum(const AttentionBackwardParams& p, const BackwardPlan& plan
     WorkspaceTile<Grad>(part_of<Kernel, Grad>(p, plan, task, parts), Kernel::thread()).store(gradient, factor);
     return;
   }
+  if (write_float32_grad<Kernel, Grad>(p, task, to, width, gradient, factor)) return;
   sync_consumers<Kernel::kConsumers>();  // keys and values have been read
   stage_gradient<T, Tile>(tile, 0, gradient, factor);
   arch::fence_async_shared();

@@ -123,13 +123,17 @@ attention_bwd_finish(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Back
   float* const from = finish.tiles + tile.index * Tiles::kRows * Tiles::kColumns;
   typename Tiles::Accumulators sum = {};
   for (int part = 0; part < tile.parts; ++part) WorkspaceTile<Tiles>(from + part * finish.part_stride).add_to(sum);
+  const int first = (of_queries ? sequence.q_begin : sequence.k_begin) + tile.first;
+  if (sizeof(T) == 2 && p.float32_grads) {
+    write_float32<Tiles>(sum, finish.factor, row_of<float>(finish.to, tile.batch, first, tile.head),
+                         finish.to.seq_stride, left, finish.width);
+    return;
+  }
   const arch::SharedAddress staged = arch::shared_address(shared.tile);
   stage<Tiles, Tile>(staged, sum, finish.factor);
   arch::sync_threads();
-  write_lines<Tile, Tiles::kThreads>(
-      staged,
-      row_of<T>(finish.to, tile.batch, (of_queries ? sequence.q_begin : sequence.k_begin) + tile.first, tile.head),
-      finish.to.seq_stride, left, finish.width);
+  write_lines<Tile, Tiles::kThreads>(staged, row_of<T>(finish.to, tile.batch, first, tile.head), finish.to.seq_stride,
+                                     left, finish.width);
 }
 
 // grad_sinks = -sum over rows of exp(sink - lse) delta, because a sink has a logit but no value. Grid: heads.

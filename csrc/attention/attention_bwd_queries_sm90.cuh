@@ -248,6 +248,13 @@ DEVICE void store_grad_query(const AttentionBackwardParams& p, const BackwardPla
   using TileQ = typename Kernel::TileQ;
   const TileRows rows = load_struct(shared.task.rows);
   const TilePosition position = load_struct(shared.task.position);
+  if (p.float32_grads) {
+    write_float32<typename Kernel::GradQ>(
+        sums, plan.logits.scale,
+        row_of<float>(p.grad_query, position.batch, position.q_begin + rows.first, rows.first_head),
+        p.grad_query.seq_stride, rows.count - rows.first, int(p.dim), Kernel::thread());
+    return;
+  }
   const SharedAddress staged = arch::shared_address(shared.q);
   const int own = ConsumerThreads::consumer() * kWarpgroupRows, first = rows.first + own;
   ConsumerThreads::sync();  // all warps have read their queries

@@ -271,6 +271,10 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     WorkspaceTile<GradV>(part_of<Kernel, GradV>(p, plan, shared.task, plan.grad_value)).store(grad_value, value_factor);
     return;
   }
+  if (write_float32_grad<Kernel, GradK>(p, shared.task, p.grad_key, p.dim, grad_key, plan.logits.scale)) {
+    write_float32_grad<Kernel, GradV>(p, shared.task, p.grad_value, p.dim_v, grad_value, value_factor);
+    return;
+  }
   arch::sync_threads();  // keys and values have been read
   stage<GradK, typename Kernel::TileK>(tile_k, grad_key, plan.logits.scale);
   stage<GradV, typename Kernel::TileV>(tile_v, grad_value, value_factor);

@@ -315,6 +315,10 @@ DEVICE void store_gradients(const AttentionBackwardParams& p, const BackwardPlan
         .store(grad_value, value_factor);
     return;
   }
+  if (write_float32_grad<Kernel, GradK>(p, shared.task, p.grad_key, p.dim, grad_key, plan.logits.scale)) {
+    write_float32_grad<Kernel, GradV>(p, shared.task, p.grad_value, p.dim_v, grad_value, value_factor);
+    return;
+  }
   const SharedAddress k = arch::shared_address(shared.k), v = arch::shared_address(shared.v);
   const int own = first_line();
   sync_consumers<Kernel::kConsumers>();  // keys and values have been read

@@ -7,6 +7,7 @@ namespace cuda_ext::attention {
 
 template <class T>
 void launch_combine(const AttentionParams& params, const ForwardPlan& plan, void* stream) {
+  if (sizeof(T) == 2 && params.float32_out) return launch_combine<float>(params, plan, stream);
   constexpr int kThreads = 128;
   const auto launch = [&]<auto kernel>(const char* name, int64_t rows) {
     const int64_t blocks = (rows + kThreads / 32 - 1) / (kThreads / 32);

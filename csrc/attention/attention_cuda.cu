@@ -51,8 +51,9 @@ void launch(const Params& params, const AllocateWorkspace& allocate, void* strea
                 [&](auto launcher) { launcher.launch(params, allocate, stream); });
 }
 
-Tail tail_of(const AttentionParams& p, HeadsView to, int64_t width, bool of_queries, float* lse = nullptr) {
-  const int64_t halves = size_of(p.dtype) / 2;  // of an element
+Tail tail_of(const AttentionParams& p, HeadsView to, int64_t width, bool of_queries, bool is_float32,
+             float* lse = nullptr) {
+  const int64_t halves = is_float32 ? 2 : size_of(p.dtype) / 2;  // of an element
   to.seq_stride *= halves, to.head_stride *= halves;
   return {to,
           (of_queries ? p.cu_seqlens_q : p.cu_seqlens_k) + p.batch,
@@ -61,11 +62,6 @@ Tail tail_of(const AttentionParams& p, HeadsView to, int64_t width, bool of_quer
           int(width * halves),
           lse};
 }
-Tail queries_tail(const AttentionParams& p, const HeadsView& to, int64_t width, float* lse = nullptr) {
-  return tail_of(p, to, width, true, lse);
-}
-Tail keys_tail(const AttentionParams& p, const HeadsView& to, int64_t width) { return tail_of(p, to, width, false); }
-
 // Fills the rows of `count` tensors that are after the last sequence.
 void launch_tail(const Tails& tails, int count, void* stream) {
   constexpr int kThreads = 256;
@@ -94,8 +90,9 @@ rt::Device attention_cuda_device() { return rt::describe_device("attention_plan"
 void launch_attention_forward_cuda(const AttentionParams& params, const AllocateWorkspace& allocate, void* stream) {
   attention::launch(params, allocate, stream);
   if (params.cu_seqlens_q != nullptr)
-    attention::launch_tail(
-        {{attention::queries_tail(params, params.out, params.dim_v, static_cast<float*>(params.lse))}}, 1, stream);
+    attention::launch_tail({{attention::tail_of(params, params.out, params.dim_v, /*of_queries=*/true,
+                                                params.float32_out, static_cast<float*>(params.lse))}},
+                           1, stream);
 }
 
 void launch_attention_backward_cuda(const AttentionBackwardParams& params, const AllocateWorkspace& allocate,
@@ -103,8 +100,9 @@ void launch_attention_backward_cuda(const AttentionBackwardParams& params, const
   using namespace attention;
   attention::launch(params, allocate, stream);
   if (params.cu_seqlens_q != nullptr)
-    launch_tail({{queries_tail(params, params.grad_query, params.dim), keys_tail(params, params.grad_key, params.dim),
-                  keys_tail(params, params.grad_value, params.dim_v)}},
+    launch_tail({{tail_of(params, params.grad_query, params.dim, /*of_queries=*/true, params.float32_grads),
+                  tail_of(params, params.grad_key, params.dim, /*of_queries=*/false, params.float32_grads),
+                  tail_of(params, params.grad_value, params.dim_v, /*of_queries=*/false, params.float32_grads)}},
                 3, stream);
 }
 

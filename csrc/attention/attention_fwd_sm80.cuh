@@ -201,7 +201,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
   if constexpr (Kernel::kSumsInShared) sums = load_struct(shared.sums[arch::opaque_thread_index()]);
   // Divide by the sums, and store lse.
   finish_rows<Kernel>(p, plan, shared.task, rows, position, split(), row_at, softmax, sums, out);
-  if (is_part<Kernel>(plan, shared.task)) return;
+  if (stores_float32<Kernel>(p, plan, shared.task)) return;
 
   // Staged in shared memory, so that rows are stored 16 bytes at a time.
   const arch::SharedAddress staged = arch::shared_address(shared.q);

@@ -361,7 +361,7 @@ DEVICE void consume(const AttentionParams& p, const ForwardPlan& plan, const For
     const TilePosition position = load_struct(shared.task.position);
     finish_rows<Kernel>(p, plan, shared.task, rows, position, load_struct(shared.task.end).split, Kernel::row_at,
                         softmax, sums, out);
-    if (!is_part<Kernel>(plan, shared.task))
+    if (!stores_float32<Kernel>(p, plan, shared.task))
       store_out<Kernel>(p, maps, rows, position, shared, out);
     else
       ConsumerThreads::sync();  // all warps have read their queries and their task

@@ -10,6 +10,7 @@
 #include "attention/block_lists.cuh"
 #include "attention/mask.cuh"
 #include "attention/rows.cuh"
+#include "tile/results.cuh"
 #include "tile/shared_struct.cuh"
 #include "tile/products.cuh"
 
@@ -224,6 +225,20 @@ DEVICE float* part_of(const AttentionBackwardParams& p, const BackwardPlan& plan
   const int64_t head_batch = load_struct(task.queries).batch * p.heads_kv + load_struct(task.head).head_kv;
   const int64_t tile = load_struct(task.keys).first / Tiles::kRows;
   return parts + ((part * plan.schedule.head_batches + head_batch) * plan.schedule.tiles + tile) * kElements;
+}
+
+// Writes a gradient of the block's keys in `to` as float32, if that is what it must be.
+// Tiles: the WarpTiles of the gradient.
+template <class Kernel, class Tiles>
+DEVICE bool write_float32_grad(const AttentionBackwardParams& p, const BackwardTask& task, const HeadsView& to,
+                               int64_t width, const typename Tiles::Accumulators& gradient, float factor) {
+  if (sizeof(typename Kernel::Element) != 2 || !p.float32_grads) return false;
+  const BackwardTask::Keys keys = load_struct(task.keys);
+  const BackwardTask::Head head = load_struct(task.head);
+  write_float32<Tiles>(gradient, factor,
+                       row_of<float>(to, load_struct(task.queries).batch, head.k_begin + keys.first, head.head_kv),
+                       to.seq_stride, keys.visible.k_len - keys.first, int(width), Kernel::thread());
+  return true;
 }
 
 // The first row of a tile of queries in the padded layout of the workspace.

@@ -248,8 +248,47 @@ DEVICE void begin_rows(const AttentionParams& p, const TileRows& rows, bool is_f
     }
 }
 
-// Divides the output by the sums of probs and stores the log-sum-exp of each row; if the block has a part of the keys,
-// also the output, for attention_combine.
+// Whether finish_rows stores the output, which else is rounded and staged: parts of it and float32 of 16-bit operands.
+template <class Kernel>
+DEVICE bool stores_float32(const AttentionParams& p, const ForwardPlan& plan, const ForwardTask& task) {
+  return (sizeof(typename Kernel::Element) == 2 && p.float32_out) || is_part<Kernel>(plan, task);
+}
+
+// The index of a tile's row among those of parts of divided lists.
+template <class Kernel>
+DEVICE int64_t row_of_slot(const ForwardPlan& plan, int split, int slot, int row) {
+  return (int64_t(split) * plan.long_lists.slots + slot) * Kernel::kBlockM + row;
+}
+
+// Stores the output as float32. Where rows are is loaded again, because there are no registers to keep it.
+template <class Kernel, class RowAt>
+DEVICE void store_float32(const AttentionParams& p, const ForwardPlan& plan, const ForwardTask& task, int split,
+                          int64_t split_rows, const RowAt& row_at, const typename Kernel::OutTiles::Accumulators& out) {
+  using Tiles = typename Kernel::OutTiles;
+  const int slot = slot_of<Kernel>(task);
+#pragma unroll
+  for (int m = 0; m < Tiles::kRowTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const TileRows rows = load_struct(task.rows);
+      const TilePosition position = load_struct(task.position);
+      const int row = row_at(m, half);
+      if (rows.first + row >= rows.count) continue;
+      float* to = slot < 0 ? row_of<float>(plan.float32_out, position.batch, position.q_begin + rows.query(row),
+                                           rows.head(row)) +
+                                 split_rows * p.dim_v
+                           : plan.partial_out + row_of_slot<Kernel>(plan, split, slot, row) * p.dim_v;
+      to += arch::lane_index() % 4 * 2;  // this thread's columns of each 8
+#pragma unroll
+      for (int n = 0; n < Tiles::kColumnTiles; ++n)
+        if (n * 8 < p.dim_v)
+          arch::store_global(to + n * 8, arch::Words2{{arch::float_bits(out[m][n][2 * half]),
+                                                       arch::float_bits(out[m][n][2 * half + 1])}});
+    }
+}
+
+// Divides the output by the sums of probs and stores the log-sum-exp of each row; if stores_float32, also the output:
+// if the block has a part of the keys, for attention_combine.
 template <class Kernel, class RowAt>
 DEVICE void finish_rows(const AttentionParams& p, const ForwardPlan& plan, const ForwardTask& task,
                         const TileRows& rows, const TilePosition& position, int split, const RowAt& row_at,
@@ -259,8 +298,6 @@ DEVICE void finish_rows(const AttentionParams& p, const ForwardPlan& plan, const
   using Tiles = typename Kernel::OutTiles;
   const int64_t split_rows = split * (p.cu_seqlens_q != nullptr ? p.heads * p.total_q : p.batch * p.heads * p.seqlen_q);
   const int slot = slot_of<Kernel>(task);
-  const bool is_part = plan.splits > 1 || slot >= 0;
-  const int column = arch::lane_index() % 4 * 2;  // this thread's columns of each 8
 #pragma unroll
   for (int m = 0; m < Tiles::kRowTiles; ++m)
 #pragma unroll
@@ -276,20 +313,12 @@ DEVICE void finish_rows(const AttentionParams& p, const ForwardPlan& plan, const
       }
       if (rows.first + row >= rows.count) continue;
       const int64_t lse_index = first_lse_row(p, position.q_begin, position.batch, rows.head(row)) + query;
-      if (is_part) {
-        const int64_t partial_row =
-            slot < 0 ? split_rows + lse_index : (int64_t(split) * plan.long_lists.slots + slot) * Kernel::kBlockM + row;
-        if (column == 0) arch::store_global(plan.partial_lse + partial_row, lse);
-        float* const to = plan.partial_out + partial_row * p.dim_v + column;
-#pragma unroll
-        for (int n = 0; n < Tiles::kColumnTiles; ++n)
-          if (n * 8 < p.dim_v)
-            arch::store_global(to + n * 8, arch::Words2{{arch::float_bits(out[m][n][2 * half]),
-                                                         arch::float_bits(out[m][n][2 * half + 1])}});
-      } else if (column == 0) {
-        arch::store_global(static_cast<float*>(p.lse) + lse_index, lse);
-      }
+      if (arch::lane_index() % 4 == 0)
+        arch::store_global(slot < 0 ? plan.lse + split_rows + lse_index
+                                    : plan.partial_lse + row_of_slot<Kernel>(plan, split, slot, row),
+                           lse);
     }
+  if (stores_float32<Kernel>(p, plan, task)) store_float32<Kernel>(p, plan, task, split, split_rows, row_at, out);
 }
 
 }  // namespace cuda_ext::attention

@@ -33,6 +33,9 @@ struct ForwardPlan {
   float* partial_out = nullptr;  // (.., dim_v)
   float* partial_lse = nullptr;
   LongLists long_lists;
+  // Of rows that are in no slot of these: parts in the workspace or, if the keys are not divided, the results.
+  float* lse = nullptr;
+  HeadsView float32_out;
 
   HOST_DEVICE int items() const { return schedule.head_batches * schedule.tiles * splits; }  // tiles, or parts of tiles
 };
@@ -93,6 +96,14 @@ inline WorkspaceCursor assign_workspace(const AttentionParams& p, void* data, Fo
   if (rows > 0) {
     cursor.allocate(plan.partial_out, rows * p.dim_v);
     cursor.allocate(plan.partial_lse, rows);
+  }
+  plan.lse = static_cast<float*>(p.lse);
+  plan.float32_out = p.out;
+  if (plan.splits > 1) {
+    const bool varlen = p.cu_seqlens_q != nullptr;
+    const int64_t head_stride = (varlen ? p.total_q : p.seqlen_q) * p.dim_v;
+    plan.lse = plan.partial_lse;
+    plan.float32_out = {plan.partial_out, varlen ? 0 : p.heads * head_stride, p.dim_v, head_stride};
   }
   return cursor;
 }

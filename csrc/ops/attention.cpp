@@ -81,6 +81,7 @@ std::tuple<Tensor, Tensor, Tensor> composed_forward(const char* op, const Tensor
 std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
                                            const Options& o, const OptionalTensor& given_rng_state = {}) {
   const AttentionShape shape = check_attention(op, query, key, value, o);
+  const auto out_type = check_result_dtype(op, "out_dtype", query, o);
   const CudaKernels* cuda = cuda_kernels(op, query.device());
   if (cuda != nullptr) {
     if (!has_attention_kernel(*cuda, query, shape.dim, shape.dim_v, /*backward=*/false))
@@ -96,10 +97,11 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, 
   fill_params(p, operands, shape, query, key, value, o, cuda != nullptr);
   c10::SmallVector<int64_t, 4> out_sizes(query.sizes());
   out_sizes.back() = shape.dim_v;
-  Tensor out = empty_on(query.device(), out_sizes, query.scalar_type());
+  Tensor out = empty_on(query.device(), out_sizes, out_type);
   Tensor lse = empty_lse(query, shape, o.is_varlen());
   Tensor rng_state = draw_rng_state(p, op, given_rng_state, query, cuda != nullptr);
   p.out = view_of(out);
+  p.float32_out = out_type != query.scalar_type();
   p.lse = lse.mutable_data_ptr();
   if (cuda != nullptr) {
     LaunchScope scope(query.device());
@@ -141,22 +143,18 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // Backward on a CUDA device that has no kernel for the dtype or head dims.
 Gradients composed_backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query,
-                            const Tensor& key, const Tensor& value, const OptionalTensor& rng_state,
-                            bool needs_grad_bias, const Options& o) {
+                            const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse,
+                            const OptionalTensor& rng_state, bool needs_grad_bias, const Options& o) {
   const Composing composing(query.device());
-  AttentionGradients g =
-      composed_attention_backward(grad_out, value_or_empty(grad_lse), query, key, value, value_or_empty(rng_state), o);
+  AttentionGradients g = composed_attention_backward(grad_out, value_or_empty(grad_lse), query, key, value,
+                                                     value_or_empty(rng_state), o, out, lse);
   const Tensor none = empty_on(query.device(), {0}, accumulation_type(query.scalar_type()));
   return {g.query.contiguous(), g.key.contiguous(), g.value.contiguous(), g.sinks.defined() ? g.sinks : none,
           needs_grad_bias ? g.bias.contiguous() : none};
 }
 
-Gradients backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
-                   const Tensor& value, const Tensor& out, const Tensor& lse, const OptionalTensor& rng_state,
-                   bool needs_grad_bias, const Options& o) {
-  constexpr const char* op = "flash_attention_backward";
-  const AttentionShape shape = check_attention(op, query, key, value, o);
-  const CudaKernels* cuda = cuda_kernels(op, query.device());
+void check_gradients(const char* op, const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query,
+                     const Tensor& out, const Tensor& lse) {
   const auto check_like = [&](const char* name, const Tensor& tensor, const char* other_name, const Tensor& other) {
     CUDA_EXT_CHECK(tensor.sizes() == other.sizes(), op, "expected ", name, " of shape ", shape_string(other),
                    " to match ", other_name, ", got ", shape_string(tensor));
@@ -166,12 +164,22 @@ Gradients backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const
   check_same_dtype(op, "out", out, "query", query);
   check_like("grad_out", grad_out, "out", out);
   if (is_given(grad_lse)) check_like("grad_lse", *grad_lse, "lse", lse);
+}
+
+Gradients backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
+                   const Tensor& value, const Tensor& out, const Tensor& lse, const OptionalTensor& rng_state,
+                   bool needs_grad_bias, const Options& o) {
+  constexpr const char* op = "flash_attention_backward";
+  const AttentionShape shape = check_attention(op, query, key, value, o);
+  const auto grad_type = check_result_dtype(op, "grad_dtype", query, o);
+  const CudaKernels* cuda = cuda_kernels(op, query.device());
+  check_gradients(op, grad_out, grad_lse, query, out, lse);
   CUDA_EXT_CHECK(!needs_grad_bias || is_given(o.bias), op,
                  "expected attn_bias with needs_grad_bias=True, got None; leave it False");
 
   if (cuda != nullptr) {
     if (!has_attention_kernel(*cuda, query, shape.dim, shape.dim_v, /*backward=*/true))
-      return composed_backward(grad_out, grad_lse, query, key, value, rng_state, needs_grad_bias, o);
+      return composed_backward(grad_out, grad_lse, query, key, value, out, lse, rng_state, needs_grad_bias, o);
     if (is_padded(shape)) {
       auto [grad_query, grad_key, grad_value, grad_sinks, grad_bias] =
           backward(padded(grad_out), grad_lse, padded(query), padded(key), padded(value), padded(out), lse, rng_state,
@@ -191,7 +199,8 @@ Gradients backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const
   const Tensor dense_grad_lse = is_given(grad_lse) ? grad_lse->contiguous() : Tensor();
   // Without query heads no kernel runs, and the gradients of keys and values are 0.
   const auto empty_like = [&](const Tensor& t) {
-    return shape.heads == 0 ? at::zeros(t.sizes(), t.options()) : empty_on(t.device(), t.sizes(), t.scalar_type());
+    return shape.heads == 0 ? at::zeros(t.sizes(), t.options().dtype(grad_type))
+                            : empty_on(t.device(), t.sizes(), grad_type);
   };
   Tensor grad_query = empty_like(query), grad_key = empty_like(key), grad_value = empty_like(value);
   Tensor grad_sinks = empty_on(lse.device(), {is_given(o.sinks) ? shape.heads : 0}, lse.scalar_type());
@@ -207,6 +216,7 @@ Gradients backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const
   p.grad_query = view_of(grad_query);
   p.grad_key = view_of(grad_key);
   p.grad_value = view_of(grad_value);
+  p.float32_grads = grad_type != query.scalar_type();
   p.lse = dense_lse.data_ptr();
   p.grad_lse = dense_grad_lse.defined() ? dense_grad_lse.const_data_ptr() : nullptr;
   p.grad_sinks = is_given(o.sinks) ? grad_sinks.mutable_data_ptr() : nullptr;
@@ -279,13 +289,14 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
       "flash_attention_varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor "
       "cu_seqlens_k, " VARLEN_SCHEMA ") -> (Tensor out, Tensor lse)",
       random);
-  m.def("flash_attention_forward(Tensor query, Tensor key, Tensor value, " OPTIONAL_VARLEN_SCHEMA PART_SCHEMA
-        ", Tensor? rng_state=None) -> (Tensor out, Tensor lse, Tensor rng_state)",
+  m.def("flash_attention_forward(Tensor query, Tensor key, Tensor value, " OPTIONAL_VARLEN_SCHEMA PART_SCHEMA(
+            "out_dtype") ", Tensor? rng_state=None) -> (Tensor out, Tensor lse, Tensor rng_state)",
         random);
   m.def(
       "flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-      "Tensor out, Tensor lse, Tensor? rng_state, bool needs_grad_bias=False, " OPTIONAL_VARLEN_SCHEMA PART_SCHEMA
-      ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks, Tensor grad_bias)",
+      "Tensor out, Tensor lse, Tensor? rng_state, bool needs_grad_bias=False, "
+      OPTIONAL_VARLEN_SCHEMA PART_SCHEMA("grad_dtype") ") -> (Tensor grad_query, "
+      "Tensor grad_key, Tensor grad_value, Tensor grad_sinks, Tensor grad_bias)",
       {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout});
   m.def("draw_attention_rng(Device device) -> Tensor", {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
 }

@@ -204,6 +204,14 @@ void check_attention_options(const AttentionShape& shape, const char* op, const 
   check_block_mask(op, query, shape, o);
 }
 
+at::ScalarType check_result_dtype(const char* op, const char* name, const Tensor& query, const AttentionOptions& o) {
+  const auto own = query.scalar_type(), accumulation = accumulation_type(own), type = o.result_dtype.value_or(own);
+  CUDA_EXT_CHECK(type == own || type == accumulation, op, "expected ", name, " to be None, ", dtype_name(own),
+                 own == accumulation ? "" : " or " + dtype_name(accumulation), ", got ", dtype_name(type),
+                 "; convert the result with .to()");
+  return type;
+}
+
 AttentionShape check_attention(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
                                const AttentionOptions& o) {
   AttentionShape shape{};

@@ -23,6 +23,10 @@ struct DropoutPlace {
 // The place that the options give, or that of a call that is no part of another. rows: of a head of the call.
 DropoutPlace dropout_place_of(const AttentionOptions& options, int64_t heads, int64_t rows, int64_t longest_k);
 
+// The dtype of the results of a call, which is that of query if the options name none. name: of the argument.
+at::ScalarType check_result_dtype(const char* op, const char* name, const Tensor& query,
+                                  const AttentionOptions& options);
+
 // For every device. Packed sequences on a GPU without max_seqlen_q or max_seqlen_k wait for the stream.
 AttentionShape check_attention(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
                                const AttentionOptions& options);

@@ -197,6 +197,13 @@ std::tuple<Tensor, Tensor> dense_forward(const Dense& d, const AttentionOptions&
   return {at::cat(outs, 2).transpose(1, 2).to(type), at::cat(lses, 2)};
 }
 
+// The probabilities among the keys of a larger call, whose lse is (B, H, rows).
+void rescale(Probs& w, const Tensor& lse) {
+  const Tensor factor = (w.lse - lse).exp().masked_fill(at::isneginf(w.lse), 0).unsqueeze(-1);
+  w.p = w.p * factor;
+  w.p_sink = w.p_sink * factor;
+}
+
 // The gradient of a relative bias: what is added to logits of one distance has the sum of their gradients.
 Tensor sum_by_distance(const Tensor& grad_logits, const Dense& d) {
   std::vector<int64_t> sizes = d.bias.sizes().vec();
@@ -213,24 +220,46 @@ Tensor sum_by_distance(const Tensor& grad_logits, const Dense& d) {
 // The sum of tensors, as they come.
 void add_to(Tensor& total, const Tensor& term) { total = total.defined() ? total + term : term; }
 
-// Dao et al., arXiv 2205.14135, appendix B.2, with the gradient of lse added to that of the softmax. grad_lse may be
-// undefined, else it is (B, H, Sq).
-AttentionGradients dense_backward(const Tensor& grad_out, const Tensor& grad_lse, const Dense& d, int64_t heads_kv,
-                                  const AttentionOptions& o) {
-  const auto type = grad_out.scalar_type();
-  const Tensor all_grads = grad_out.to(d.query.scalar_type()).transpose(1, 2);  // (B, H, Sq, Dv)
+// One sequence of a packed batch.
+struct Segment {
+  int64_t index, first_q, rows, first_k, keys;
+};
+Tensor rows_of(const Tensor& rows, int64_t first, int64_t count) { return rows.narrow(0, first, count).unsqueeze(0); }
+
+// What backward gets besides the inputs: (B, Sq, H, Dv) and (B, H, Sq). All but grad_out may be undefined.
+struct Outputs {
+  Tensor grad_out, grad_lse, out, lse;
+
+  // Rows of one sequence of a packed batch.
+  Outputs of(const Segment& s) const {
+    const auto rows = [&](const Tensor& t) { return t.defined() ? rows_of(t, s.first_q, s.rows) : t; };
+    const auto statistics = [&](const Tensor& t) {
+      return t.defined() ? t.narrow(1, s.first_q, s.rows).unsqueeze(0) : t;
+    };
+    return {rows(grad_out), statistics(grad_lse), rows(out), statistics(lse)};
+  }
+};
+
+// Dao et al., arXiv 2205.14135, appendix B.2, with the gradient of lse added to that of the softmax.
+AttentionGradients dense_backward(const Outputs& outputs, const Dense& d, int64_t heads_kv, const AttentionOptions& o) {
+  const auto type = o.result_dtype.value_or(outputs.grad_out.scalar_type());
+  const auto heads_first = [&](const Tensor& t) { return t.to(d.query.scalar_type()).transpose(1, 2); };
+  const Tensor all_grads = heads_first(outputs.grad_out);  // (B, H, Sq, Dv)
+  const Tensor all_outs = outputs.out.defined() ? heads_first(outputs.out) : Tensor();
   Tensor grad_key, grad_value, grad_sinks, grad_bias;
   std::vector<Tensor> grad_queries, bias_rows;
   for_parts(d, [&](const Dense& part, int64_t first) {
     const int64_t rows = part.query.size(2);
-    const Probs w = probs_of(part, o);
+    Probs w = probs_of(part, o);
+    if (outputs.lse.defined()) rescale(w, outputs.lse.narrow(2, first, rows));
     const Tensor keep = o.dropout_p > 0 ? keep_mask(part, o.dropout_p) : Tensor();
     const Tensor grad = all_grads.narrow(2, first, rows);
     add_to(grad_value, product((keep.defined() ? w.p * keep : w.p).mT(), grad));
     Tensor grad_p = product(grad, d.value.mT());
     if (keep.defined()) grad_p = grad_p * keep;
-    Tensor row = -(w.p * grad_p).sum(-1, /*keepdim=*/true);  // (B, H, rows, 1)
-    if (grad_lse.defined()) row = row + grad_lse.narrow(2, first, rows).unsqueeze(-1);
+    Tensor row = all_outs.defined() ? -(grad * all_outs.narrow(2, first, rows)).sum(-1, /*keepdim=*/true)
+                                    : -(w.p * grad_p).sum(-1, /*keepdim=*/true);  // (B, H, rows, 1)
+    if (outputs.grad_lse.defined()) row = row + outputs.grad_lse.narrow(2, first, rows).unsqueeze(-1);
     const Tensor grad_logits = w.p * (grad_p + row);
     if (d.sinks.defined()) add_to(grad_sinks, (w.p_sink * row).sum({0, 2, 3}));
     if (d.bias.defined())
@@ -252,10 +281,6 @@ AttentionGradients dense_backward(const Tensor& grad_out, const Tensor& grad_lse
   return g;
 }
 
-// One sequence of a packed batch.
-struct Segment {
-  int64_t index, first_q, rows, first_k, keys;
-};
 std::vector<int64_t> numbers_of(const Tensor& cu_seqlens) {
   CUDA_EXT_CHECK(!is_capturing(cu_seqlens.device()), "flash_attention_varlen",
                  "expected no capture of a graph, got one: float64, head dims above 256 (float32 backward: 128) and "
@@ -276,7 +301,6 @@ std::vector<Segment> segments_of(const AttentionOptions& o) {
     segments.push_back({int64_t(n), q[n], q[n + 1] - q[n], k[n], k[n + 1] - k[n]});
   return segments;
 }
-Tensor rows_of(const Tensor& rows, int64_t first, int64_t count) { return rows.narrow(0, first, count).unsqueeze(0); }
 OptionalTensor slopes_of(const AttentionOptions& o, int64_t sequence) {
   return is_given(o.alibi_slopes) && o.alibi_slopes->dim() == 2 ? o.alibi_slopes->select(0, sequence) : o.alibi_slopes;
 }
@@ -320,10 +344,10 @@ DropoutCounters packed_counters(const std::vector<Segment>& segments, const Tens
   return dropout_counters(o, query.size(1), query.size(0), longest_k);
 }
 
-// The parts one after the other, and zeros for the rows of `whole` after them.
-Tensor with_tail(std::vector<Tensor> parts, const Tensor& cu_seqlens, const Tensor& whole) {
-  parts.push_back(
-      at::zeros({whole.size(0) - numbers_of(cu_seqlens).back(), whole.size(1), whole.size(2)}, whole.options()));
+// The parts one after the other, of dtype `type`, and zeros for the rows of `whole` after them.
+Tensor with_tail(std::vector<Tensor> parts, const Tensor& cu_seqlens, const Tensor& whole, at::ScalarType type) {
+  parts.push_back(at::zeros({whole.size(0) - numbers_of(cu_seqlens).back(), whole.size(1), whole.size(2)},
+                            whole.options().dtype(type)));
   return at::cat(parts, 0);
 }
 
@@ -345,13 +369,13 @@ Tensor bias_at_distances(const Tensor& bias, const Tensor& distance) {
 
 std::tuple<Tensor, Tensor> composed_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                               const AttentionOptions& o, const Tensor& rng_state) {
-  const auto type = query.scalar_type();
+  const auto type = o.result_dtype.value_or(query.scalar_type());
   if (!o.is_varlen()) {
     const DropoutRows dropout{rng_state, dropout_counters(o, query.size(2), query.size(1), key.size(1)), 0};
     return dense_forward(prepare(query, key, value, o.alibi_slopes, dropout, o), o, type);
   }
   const int64_t heads = query.size(1);
-  std::vector<Tensor> outs{at::zeros({0, heads, value.size(2)}, query.options())};
+  std::vector<Tensor> outs{at::zeros({0, heads, value.size(2)}, query.options().dtype(type))};
   std::vector<Tensor> lses{at::zeros({heads, 0}, query.options().dtype(accumulation_type(type)))};
   const std::vector<Segment> segments = segments_of(o);
   const DropoutCounters counters = packed_counters(segments, query, o);
@@ -362,17 +386,18 @@ std::tuple<Tensor, Tensor> composed_attention(const Tensor& query, const Tensor&
     lses.push_back(lse.squeeze(0));
   }
   const int64_t tail = query.size(0) - numbers_of(*o.cu_seqlens_q).back();
-  outs.push_back(at::zeros({tail, heads, value.size(2)}, query.options()));
+  outs.push_back(at::zeros({tail, heads, value.size(2)}, outs[0].options()));
   lses.push_back(at::full({heads, tail}, kHidden, lses[0].options()));
   return {at::cat(outs, 0), at::cat(lses, 1)};
 }
 
 AttentionGradients composed_attention_backward(const Tensor& grad_out, const Tensor& grad_lse, const Tensor& query,
                                                const Tensor& key, const Tensor& value, const Tensor& rng_state,
-                                               const AttentionOptions& o) {
+                                               const AttentionOptions& o, const Tensor& out, const Tensor& lse) {
+  const Outputs outputs{grad_out, grad_lse, out, lse};
   if (!o.is_varlen()) {
     const DropoutRows dropout{rng_state, dropout_counters(o, query.size(2), query.size(1), key.size(1)), 0};
-    return dense_backward(grad_out, grad_lse, prepare(query, key, value, o.alibi_slopes, dropout, o), key.size(2), o);
+    return dense_backward(outputs, prepare(query, key, value, o.alibi_slopes, dropout, o), key.size(2), o);
   }
   const std::vector<Segment> segments = segments_of(o);
   const DropoutCounters counters = packed_counters(segments, query, o);
@@ -380,18 +405,18 @@ AttentionGradients composed_attention_backward(const Tensor& grad_out, const Ten
   AttentionGradients total;
   for (const Segment& s : segments) {
     const DropoutRows dropout{rng_state, counters, s.first_q};
-    const Tensor own_lse = grad_lse.defined() ? grad_lse.narrow(1, s.first_q, s.rows).unsqueeze(0) : grad_lse;
-    const AttentionGradients g = dense_backward(rows_of(grad_out, s.first_q, s.rows), own_lse,
-                                                prepare(s, query, key, value, dropout, o), key.size(1), o);
+    const AttentionGradients g =
+        dense_backward(outputs.of(s), prepare(s, query, key, value, dropout, o), key.size(1), o);
     queries.push_back(g.query.squeeze(0));
     keys.push_back(g.key.squeeze(0));
     values.push_back(g.value.squeeze(0));
     if (g.bias.defined()) biases.push_back(g.bias);
     if (g.sinks.defined()) add_to(total.sinks, g.sinks);
   }
-  total.query = with_tail(std::move(queries), *o.cu_seqlens_q, query);
-  total.key = with_tail(std::move(keys), *o.cu_seqlens_k, key);
-  total.value = with_tail(std::move(values), *o.cu_seqlens_k, value);
+  const auto type = o.result_dtype.value_or(query.scalar_type());
+  total.query = with_tail(std::move(queries), *o.cu_seqlens_q, query, type);
+  total.key = with_tail(std::move(keys), *o.cu_seqlens_k, key, type);
+  total.value = with_tail(std::move(values), *o.cu_seqlens_k, value, type);
   if (is_given(o.bias)) total.bias = bias_from_parts(biases, *o.bias);
   return total;
 }

@@ -31,8 +31,11 @@ class Composing {
 struct AttentionGradients {
   Tensor query, key, value, sinks, bias;
 };
+// out and lse: as backward got them, which for a part of a larger call are those of the whole. Undefined: those of this
+// call, through which derivatives of the gradients pass.
 AttentionGradients composed_attention_backward(const Tensor& grad_out, const Tensor& grad_lse, const Tensor& query,
                                                const Tensor& key, const Tensor& value, const Tensor& rng_state,
-                                               const AttentionOptions& options);
+                                               const AttentionOptions& options, const Tensor& out = {},
+                                               const Tensor& lse = {});
 
 }  // namespace cuda_ext

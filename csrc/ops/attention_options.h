@@ -51,11 +51,13 @@ using OptionalBool = std::optional<bool>;
 #define VARLEN_NAMES \
   cu_seqlens_q, cu_seqlens_k, ATTENTION_TENSOR_NAMES, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES
 
-// What flash_attention_forward and flash_attention_backward have besides: the place of a call among the elements of a
-// larger one, whose random numbers its dropout has (DropoutPlace).
-#define PART_SCHEMA ", int[]? dropout_place=None"
-#define PART_OPTIONS at::OptionalIntArrayRef dropout_place
-#define PART_NAMES dropout_place
+// What flash_attention_forward and flash_attention_backward have besides, for calls that are parts of a larger one:
+// the place among its elements, whose random numbers their dropout has (DropoutPlace), and the dtype of out, or of the
+// gradients of query, key and value.
+using OptionalDtype = std::optional<at::ScalarType>;
+#define PART_SCHEMA(dtype) ", int[]? dropout_place=None, ScalarType? " dtype "=None"
+#define PART_OPTIONS at::OptionalIntArrayRef dropout_place, OptionalDtype result_dtype
+#define PART_NAMES dropout_place, result_dtype
 
 struct AttentionOptions {
   OptionalTensor cu_seqlens_q, cu_seqlens_k;  // absent for sequences of equal length
@@ -72,7 +74,9 @@ struct AttentionOptions {
   double softcap = 0.0, dropout_p = 0.0;
   OptionalBool deterministic{};
   bool bias_is_relative = false;
-  at::OptionalIntArrayRef dropout_place{};  // of the arguments of a call, which autograd does not save
+  // Of the arguments of a call; autograd does not save them.
+  at::OptionalIntArrayRef dropout_place{};
+  OptionalDtype result_dtype{};
 
   bool is_varlen() const { return is_given(cu_seqlens_q); }
 

@@ -89,6 +89,26 @@ DEVICE void stage(arch::SharedAddress tile, const typename Tiles::Accumulators& 
   }
 }
 
+// Writes factor * x as float32: the first `count` rows, `width` columns of each, to lines that are `stride` elements
+// apart. Four lanes write 32 adjacent bytes.
+template <class Tiles>
+DEVICE void write_float32(const typename Tiles::Accumulators& x, float factor, float* lines, int64_t stride, int count,
+                          int width, int thread = arch::thread_index()) {
+#pragma unroll
+  for (int m = 0; m < Tiles::kRowTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = Tiles::row(m, half, thread);
+      if (row >= count) continue;
+      float* const to = lines + row * stride;
+#pragma unroll
+      for (int n = 0; n < Tiles::kColumnTiles; ++n)
+        if (const int column = Tiles::column(thread) + Tiles::column_step(n); column < width)
+          arch::store_global(to + column, arch::Words2{{arch::float_bits(factor * x[m][n][2 * half]),
+                                                        arch::float_bits(factor * x[m][n][2 * half + 1])}});
+    }
+}
+
 // Writes the first `count` lines of a tile, `width` elements of each, to lines that are `stride` elements apart.
 template <class Tile, int threads>
 DEVICE void write_lines(arch::SharedAddress tile, typename Tile::Element* lines, int64_t stride, int count, int width) {

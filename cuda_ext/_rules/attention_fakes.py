@@ -234,9 +234,20 @@ def _check_bias_dtype(op: str, name: str, bias: Tensor, query: Tensor) -> None:
     )
 
 
-def out_and_lse(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _result_dtype(op: str, name: str, query: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """`dtype`, or that of query if it is None."""
+    own, accumulation = query.dtype, _lse_dtype(query)
+    if dtype is None:
+        return own
+    allowed = dtype_name(own) if own == accumulation else f"{dtype_name(own)} or {dtype_name(accumulation)}"
+    expected = f"expected {name} to be None, {allowed}, got {dtype_name(dtype)}; convert the result with .to()"
+    check(dtype in (own, accumulation), op, expected)
+    return dtype
+
+
+def out_and_lse(query: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Results for a query of either form."""
-    out = query.new_empty([*query.shape[:-1], value.shape[-1]])
+    out = query.new_empty([*query.shape[:-1], value.shape[-1]], dtype=dtype)
     lse_shape = [query.shape[1], query.shape[0]] if query.dim() == 3 else [query.shape[n] for n in (0, 2, 1)]
     return out, query.new_empty(lse_shape, dtype=_lse_dtype(query))
 
@@ -262,13 +273,15 @@ def _(
     *more: Tensor | None,
     dropout_p: float = 0.0,
     rng_state: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     op = "flash_attention" if cu_seqlens_q is None else "flash_attention_varlen"
     _check_attention(op, query, key, value, cu_seqlens_q, *more, dropout_p=dropout_p, **options)
     if rng_state is not None and dropout_p != 0:
         _check_rng_state(op, rng_state, query)
-    return *out_and_lse(query, value), query.new_empty([0 if dropout_p == 0 else 2], dtype=torch.int64)
+    dtype = _result_dtype(op, "out_dtype", query, out_dtype)
+    return *out_and_lse(query, value, dtype), query.new_empty([0 if dropout_p == 0 else 2], dtype=torch.int64)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::draw_attention_rng")
@@ -293,6 +306,7 @@ def _(
     sinks: Tensor | None = None,
     attn_bias: Tensor | None = None,
     *more: Tensor | None,
+    grad_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     op = "flash_attention_backward"
@@ -311,5 +325,6 @@ def _(
     grad_bias = (
         attn_bias.new_empty(attn_bias.shape) if attn_bias is not None and needs_grad_bias else lse.new_empty([0])
     )
-    grad_query, grad_key, grad_value = (t.new_empty(t.shape) for t in (query, key, value))
+    dtype = _result_dtype(op, "grad_dtype", query, grad_dtype)
+    grad_query, grad_key, grad_value = (t.new_empty(t.shape, dtype=dtype) for t in (query, key, value))
     return grad_query, grad_key, grad_value, grad_sinks, grad_bias

@@ -318,7 +318,7 @@ class BackwardPass {
     shares_ = bias_is_larger ? 1 : enough_for_threads(heads_.groups, heads_.members);
     splits_ = enough_for_threads(heads_.groups * shares_, key_blocks);
     if (bias_is_larger) shares_ = enough_for_threads(heads_.groups * splits_, heads_.members);
-    in_place_ = splits_ == 1 && std::is_same_v<Storage, T> && p.dim % kLanes<T> == 0;
+    in_place_ = splits_ == 1 && (std::is_same_v<Storage, T> || p.float32_grads) && p.dim % kLanes<T> == 0;
     // Shares add to the same elements; so do splits, if the bias is broadcast over keys or relative (and then small).
     splits_share_bias_ = p.grad_bias != nullptr && p.grad_bias_strides[3] <= 0;
     bias_parts_ = p.grad_bias == nullptr ? 1 : shares_ * (splits_share_bias_ ? splits_ : 1);
@@ -375,6 +375,13 @@ class BackwardPass {
     return {split_grad_q_ + (key_head.split * total_rows(p_) + first_row(p_, s, key_head.b, h)) * pitch_, pitch_};
   }
 
+  // Stores n rows of a gradient, (n, row_pitch(dim)) of sums.
+  void store_gradient(const T* sums, int64_t n, int64_t dim, const HeadsView& to, int64_t b, int64_t begin,
+                      int64_t head) const {
+    with_result_rows<Storage>(p_.float32_grads, to, b, begin, head,
+                              [&](auto rows) { unpack_rows(sums, n, dim, rows); });
+  }
+
   void run_key_head(const KeyHead& key_head) const {
     const Sequence s(p_, key_head.b);
     const auto k = rows_of<const Storage>(p_.key, key_head.b, s.k_begin, key_head.kv_head),
@@ -392,15 +399,12 @@ class BackwardPass {
       std::fill_n(scratch.grad_v, keys * pitch_v_, T(0));
       const KeyBlock<Storage> block = key_block(j, keys, k.from(j), v.from(j));
       for (int64_t h = h_begin; h < h_end; ++h) visit_queries(key_head, s, h, block);
-      unpack_rows(scratch.grad_k, keys, p_.dim,
-                  rows_of<Storage>(p_.grad_key, key_head.b, s.k_begin + j, key_head.kv_head));
-      unpack_rows(scratch.grad_v, keys, p_.dim_v,
-                  rows_of<Storage>(p_.grad_value, key_head.b, s.k_begin + j, key_head.kv_head));
+      store_gradient(scratch.grad_k, keys, p_.dim, p_.grad_key, key_head.b, s.k_begin + j, key_head.kv_head);
+      store_gradient(scratch.grad_v, keys, p_.dim_v, p_.grad_value, key_head.b, s.k_begin + j, key_head.kv_head);
     }
     if (splits_ == 1 && !in_place_) {
       for (int64_t h = h_begin; h < h_end; ++h)
-        unpack_rows(grad_q_of(key_head, s, h).data, s.q_len, p_.dim,
-                    rows_of<Storage>(p_.grad_query, key_head.b, s.q_begin, h));
+        store_gradient(grad_q_of(key_head, s, h).data, s.q_len, p_.dim, p_.grad_query, key_head.b, s.q_begin, h);
     }
   }
 
@@ -577,7 +581,7 @@ class BackwardPass {
           const T* part = sum + split * total_rows(p_) * pitch_;
           for (int64_t i = 0; i < s.q_len * pitch_; i += kLanes<T>) store(sum + i, load(sum + i) + load(part + i));
         }
-        unpack_rows(sum, s.q_len, p_.dim, rows_of<Storage>(p_.grad_query, b, s.q_begin, h));
+        store_gradient(sum, s.q_len, p_.dim, p_.grad_query, b, s.q_begin, h);
       }
     });
   }

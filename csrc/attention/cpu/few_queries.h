@@ -352,12 +352,13 @@ void store_rows(const RowTile<T>& tile, const RowSums<T>* sums, int64_t splits) 
     for (int64_t n = 0; n < splits; ++n) total += share(sums[n]) * sums[n].sum[r];
     const int64_t i = tile.query(r), h = tile.head(r);
     static_cast<T*>(p.lse)[first_row(p, tile.s, tile.batch, h) + i] = total == 0 ? nothing : most + std::log(total);
-    Storage* const out = rows_of<Storage>(p.out, tile.batch, tile.s.q_begin, h)[i];
-    for_vectors<T>(p.dim_v, [&](int64_t d, int64_t count) {
-      Vec<T> sum{};
-      for (int64_t n = 0; n < splits; ++n)
-        sum = multiply_add(sum, splat(share(sums[n])), load(sums[n].out + r * padded<T>(p.dim_v) + d));
-      store_partial(out + d, total == 0 ? Vec<T>{} : sum / total, count);
+    with_result_rows<Storage>(p.float32_out, p.out, tile.batch, tile.s.q_begin + i, h, [&](auto out) {
+      for_vectors<T>(p.dim_v, [&](int64_t d, int64_t count) {
+        Vec<T> sum{};
+        for (int64_t n = 0; n < splits; ++n)
+          sum = multiply_add(sum, splat(share(sums[n])), load(sums[n].out + r * padded<T>(p.dim_v) + d));
+        store_partial(out.data + d, total == 0 ? Vec<T>{} : sum / total, count);
+      });
     });
   }
 }

@@ -261,7 +261,6 @@ class ForwardWorker {
   }
 
   void store_panel(const Sequence& s, int64_t b, Panel<T>& panel) {
-    const auto out = rows_of<Storage>(p_.out, b, s.q_begin, panel.head);
     T* const lse = static_cast<T*>(p_.lse) + first_row(p_, s, b, panel.head);
     for (int64_t i = panel.i_begin; i < panel.i_end; ++i) {
       T& sum = panel.row_sum[i - panel.i_begin];
@@ -269,8 +268,9 @@ class ForwardWorker {
       lse[i] = empty ? -std::numeric_limits<T>::infinity() : panel.row_max[i - panel.i_begin] + std::log(sum);
       sum = empty ? T(0) : T(1) / sum;
     }
-    unpack_transposed(panel.out_t, panel.width(), panel.row_sum, panel.i_end - panel.i_begin, p_.dim_v,
-                      out.from(panel.i_begin));
+    with_result_rows<Storage>(p_.float32_out, p_.out, b, s.q_begin + panel.i_begin, panel.head, [&](auto out) {
+      unpack_transposed(panel.out_t, panel.width(), panel.row_sum, panel.i_end - panel.i_begin, p_.dim_v, out);
+    });
   }
 
   const AttentionParams& p_;

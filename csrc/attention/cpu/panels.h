@@ -130,6 +130,15 @@ Rows<Storage> rows_of(const HeadsView& view, int64_t b, int64_t begin, int64_t h
           view.seq_stride};
 }
 
+// Calls f(rows) with those of a result, which is float32 whatever the dtype if `is_float32`.
+template <class Storage, class F>
+void with_result_rows(bool is_float32, const HeadsView& view, int64_t b, int64_t begin, int64_t head, const F& f) {
+  if (is_float32)
+    f(rows_of<Compute<Storage>>(view, b, begin, head));
+  else
+    f(rows_of<Storage>(view, b, begin, head));
+}
+
 // Query i sees key j iff low <= j - i <= high.
 struct Visibility {
   int64_t low, high;

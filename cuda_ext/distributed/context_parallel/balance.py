@@ -44,7 +44,7 @@ def owners(work: Sequence[float], ranks: int, slack: float = SLACK) -> list[int]
     return found[:-1]
 
 
-def ranges(of_blocks: Sequence[int], ranks: int, length: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+def ranges_of(of_blocks: Sequence[int], ranks: int, length: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     """The ranges of rows of each rank."""
     found: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     for block, rank in enumerate(of_blocks):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.block_mask import BlockMask
-from cuda_ext.distributed.context_parallel import balance
+from cuda_ext.distributed.context_parallel.balance import SLACK, owners, ranges_of, work_of_documents, work_of_mask
 
 Range = tuple[int, int]  # from the first up to the second
 
@@ -70,7 +70,7 @@ class Layout:
         return cls(length, tuple((chunks[rank], chunks[-1 - rank]) for rank in range(ranks)))
 
     @classmethod
-    def balanced(cls, block_mask: BlockMask, ranks: int, *, slack: float = balance.SLACK) -> Layout:
+    def balanced(cls, block_mask: BlockMask, ranks: int, *, slack: float = SLACK) -> Layout:
         """Blocks of 128 queries of a mask, so that all ranks visit as many blocks of keys, and need few of them.
 
         Each block goes to the rank with the least work, those with the longest lists first; among ranks whose work
@@ -83,8 +83,8 @@ class Layout:
             slack: default 0.05; 0 balances to a block, and makes each rank need more keys.
         """
         length = block_mask.seq_lengths[0]
-        found = balance.owners(balance.work_of_mask(block_mask), ranks, slack)
-        return cls(length, balance.ranges(found, ranks, length))
+        found = owners(work_of_mask(block_mask), ranks, slack)
+        return cls(length, ranges_of(found, ranks, length))
 
     @classmethod
     def of_documents(
@@ -93,7 +93,7 @@ class Layout:
         ranks: int,
         *,
         causal: bool = True,
-        slack: float = balance.SLACK,
+        slack: float = SLACK,
     ) -> Layout:
         """As `balanced`, for packed documents by the number of keys that their rows see.
 
@@ -102,8 +102,8 @@ class Layout:
             causal: whether rows see only keys up to themselves; default True.
         """
         length = int(cu_seqlens[-1])
-        found = balance.owners(balance.work_of_documents(cu_seqlens, causal), ranks, slack)
-        return cls(length, balance.ranges(found, ranks, length))
+        found = owners(work_of_documents(cu_seqlens, causal), ranks, slack)
+        return cls(length, ranges_of(found, ranks, length))
 
     @property
     def ranks(self) -> int:
