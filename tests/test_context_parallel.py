@@ -104,6 +104,19 @@ def test_packed_ulysses(case: str, kind: str) -> None:
     Check(PACKED[case], kind).run(cp.ulysses_attention_varlen)
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("ends", [(1, 1, 30), (1, 5, 30), (1, 2, 3)], ids=["1, 0, 29, 1", "1, 4, 25, 1", "1, 1, 1, 1"])
+def test_ranks_with_one_row(ends: tuple[int, ...]) -> None:
+    """Such a rank cannot tell a bias of its row from one of all rows."""
+    length = ends[-1] + 1
+    edges = [0, *ends, length]
+    layout = Layout(length, tuple(((first, end),) if first < end else () for first, end in zip(edges, edges[1:])))
+    for option in ({"attn_bias": (4, length, 9)}, {"attn_bias": (4, 1, 9)}, {"attn_mask": (length, 9)}):
+        case = Case(4, 2, (length, 9), option)
+        for attention in (cp.ulysses_attention, cp.ring_attention):
+            Check(case, "", layouts=[layout, Layout.contiguous(9, 4)]).run(attention)
+
+
 def check_few_ranks() -> None:
     for name in ("odd", "window both sides", "sinks", "bias", "relative bias"):
         for method in ("all_gather", "p2p"):

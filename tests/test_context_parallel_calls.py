@@ -58,6 +58,8 @@ def test_errors_on_every_rank() -> None:
     odd = operands(heads=5, key_heads=2)
     on_every_rank(RuntimeError, "heads that divide its heads", lambda: ring(*odd))
     bias = torch.randn(8, 31, dtype=torch.float64)
+    uneven_bias = torch.randn(8 - (rank == 1), 32, dtype=torch.float64)
+    on_every_rank(RuntimeError, "7 rows where the layout has 8", lambda: ring(query, key, value, attn_bias=uneven_bias))
     on_every_rank(RuntimeError, "this rank's rows and all keys", lambda: ring(query, key, value, attn_bias=bias))
     ends = torch.tensor([0, 40], dtype=torch.int32)
     packed = [tensor[0] for tensor in (query, key, value)]

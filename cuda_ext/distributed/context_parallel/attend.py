@@ -250,7 +250,7 @@ def _forward(call: Call, tensors: Tensors) -> tuple[Tensor, Tensor]:
             there = slice(*part.rows)
             own_out, own_lse = out[:, there, step.heads.queries], lse[:, step.heads.queries, there]
             if not call.from_all:
-                found = merge_attention(own_out, own_lse, found[0].to(type_), found[1])
+                found = merge_attention(own_out, own_lse, *found)
             own_out.copy_(found[0])
             own_lse.copy_(found[1])
         del keys, values
@@ -268,6 +268,8 @@ def _attend(
     options, scalars = call.arguments(part, heads, tensors, bias, is_relative)
     if call.dropout:
         scalars["rng_state"] = call.dropout.rng_state
+    if not call.from_all:
+        scalars["out_dtype"] = accumulation_type(keys.dtype)
     query = _of_part(tensors.query[:, slice(*part.rows), heads.queries], part)
     out, lse, _ = _forward_op(
         query, *(_of_part(t[:, slice(*part.keys)], part) for t in (keys, values)), *options, **scalars
@@ -298,10 +300,12 @@ class _Gradients:
     def of_all(self) -> list[Tensor | None]:
         finish: Callable[[], None] | None = None
         for step, keys, values in _transferred(self.call, self.tensors, "keys and values for backward"):
-            type_ = accumulation_type(keys.dtype)
-            of_keys = [torch.zeros(tensor.shape, dtype=type_, device=tensor.device) for tensor in (keys, values)]
-            for part in step.transfers[self.call.exchange.rank].parts:
+            of_keys: list[Tensor] = []
+            # The part with the most keys first: if it has all of them, no other sums are needed than its gradients.
+            parts = step.transfers[self.call.exchange.rank].parts
+            for part in sorted(parts, key=lambda part: part.keys[0] - part.keys[1]):
                 self._add(part, step.heads, keys, values, of_keys)
+            of_keys = of_keys or _zeros(keys, values)
             del keys, values
             if finish is not None:  # those of the step before have come meanwhile
                 finish()
@@ -333,6 +337,7 @@ class _Gradients:
         return store
 
     def _add(self, part: Part, heads: Heads, keys: Tensor, values: Tensor, of_keys: list[Tensor]) -> None:
+        """of_keys: the sums of the gradients of keys and values, none before the first part."""
         call, sums = self.call, self.sums
         leaves = self.tensors
         if self.tensors.table is not None:
@@ -359,10 +364,15 @@ class _Gradients:
             wants_bias,
             *options,
             **scalars,
+            grad_dtype=accumulation_type(keys.dtype),
         )
         rows_of(sums.query).add_(of_query)
-        for total, grad in zip(of_keys, (of_key, of_value)):
-            _of_part(total[:, slice(*part.keys)], part).add_(grad)
+        if not of_keys and part.keys == (0, keys.shape[1]):
+            of_keys += [grad.view(tensor.shape) for grad, tensor in ((of_key, keys), (of_value, values))]
+        else:
+            of_keys += [] if of_keys else _zeros(keys, values)
+            for total, grad in zip(of_keys, (of_key, of_value)):
+                _of_part(total[:, slice(*part.keys)], part).add_(grad)
         if sums.sinks is not None and call.from_all:
             sums.sinks[heads.queries].add_(of_sinks)
         if bias is None or not wants_bias:
@@ -390,6 +400,10 @@ class _Gradients:
 def for_op(slopes: Tensor) -> Tensor:
     """Slopes (1, H) of all batches as the ops take them."""
     return slopes[0] if slopes.shape[0] == 1 else slopes
+
+
+def _zeros(*tensors: Tensor) -> list[Tensor]:
+    return [torch.zeros(t.shape, dtype=accumulation_type(t.dtype), device=t.device) for t in tensors]
 
 
 def accumulation_type(dtype: torch.dtype) -> torch.dtype:

@@ -54,7 +54,7 @@ class Exchange:
 
         def wait() -> list[Tensor]:
             with self._call.named(what):
-                return [finish() for finish in started]
+                return [started.pop(0)() for _ in tensors]  # what has come is freed before the next is ordered
 
         return wait
 
@@ -70,13 +70,14 @@ class Exchange:
 
         Returns a function that waits and adds to `sums`, each (own rows, ...), what all ranks have sent.
         """
+        places = self._places(transfers[self.rank], self.rank)
         with self._call.named(what, completes=False):
-            started = [self._return(transfers, grad, dtype) for grad in grads]
+            started = [(_packed(grad, [places]), self._return(transfers, grad, dtype)) for grad in grads]
 
         def finish() -> None:
             with self._call.named(what):
-                for grad, received, total in zip(grads, started, sums):
-                    self._add(transfers, grad, received(), total)
+                for (own, received), total in zip(started, sums):
+                    self._add(transfers, own, received(), total)
 
         return finish
 
@@ -131,21 +132,18 @@ class Exchange:
         own = transfers[self.rank]
         to = [() if rank == self.rank else tuple(self._places(own, rank)) for rank in range(self.ranks)]
         of = [0 if rank == self.rank else size(transfer.pieces[self.rank]) for rank, transfer in enumerate(transfers)]
-        return self._all_to_all(_packed(grad, to).to(dtype), list(map(size, to)), of)
+        return self._all_to_all(_packed(grad, to, dtype), list(map(size, to)), of)
 
-    def _add(self, transfers: Sequence[Transfer], grad: Tensor, received: Tensor, total: Tensor) -> None:
+    def _add(self, transfers: Sequence[Transfer], own: Tensor, received: Tensor, total: Tensor) -> None:
         """In the order of ranks, so that the bits do not depend on which gradients come first."""
-        own = transfers[self.rank]
         begin = 0
         for rank, transfer in enumerate(transfers):
             pieces = transfer.pieces[self.rank]
             if rank == self.rank:
-                for (first, end), (low, high) in zip(pieces, self._places(own, rank), strict=True):
-                    total[first:end] += grad[low:high]
-                continue
-            for first, end in pieces:
-                total[first:end] += received[begin : begin + end - first]
-                begin += end - first
+                _add_to(total, pieces, own)
+            else:
+                _add_to(total, pieces, received[begin : begin + size(pieces)])
+                begin += size(pieces)
 
     def swap(self, rows: Tensor, to: list[int], of: list[int], what: str) -> Tensor:
         """Sends so many `rows` to each rank, in order; returns what has come, in order."""
@@ -185,16 +183,22 @@ class NoExchange:
 
         def finish() -> None:
             for grad, total in zip(grads, sums):
-                begin = 0
-                for first, end in keys:
-                    total[first:end] += grad[begin : begin + end - first]
-                    begin += end - first
+                _add_to(total, keys, grad)
 
         return finish
 
 
-def _packed(rows: Tensor, ranges: Sequence[Sequence[Range]]) -> Tensor:
-    return torch.cat([rows[:0], *(rows[first:end] for of_rank in ranges for first, end in of_rank)])
+def _packed(rows: Tensor, ranges: Sequence[Sequence[Range]], dtype: torch.dtype | None = None) -> Tensor:
+    parts = [rows[:0], *(rows[first:end] for of_rank in ranges for first, end in of_rank)]
+    return torch.cat([part.to(dtype or rows.dtype) for part in parts])
+
+
+def _add_to(total: Tensor, pieces: Sequence[Range], rows: Tensor) -> None:
+    """Adds rows, which are one after the other, to pieces of `total`."""
+    begin = 0
+    for first, end in pieces:
+        total[first:end] += rows[begin : begin + end - first]
+        begin += end - first
 
 
 def _dense(rows: Tensor, count: int) -> Tensor:

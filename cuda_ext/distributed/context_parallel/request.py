@@ -138,7 +138,7 @@ class _Options(NamedTuple):
     def text(self) -> str:
         """What must be equal on all ranks."""
         shapes = [
-            f"{name} {value.shape[:2] if name in ('bias', 'mask') else tuple(value.shape)}"
+            f"{name} {(*value.shape[:2], value.shape[3]) if name in ('bias', 'mask') else tuple(value.shape)}"
             if isinstance(value, Tensor)
             else f"{name} {value}"
             for name, value in self._asdict().items()
@@ -194,6 +194,9 @@ class _Run:
         shapes = [(tensor.shape[0], *tensor.shape[2:]) for tensor in (query, key, value)]
         rows = [_rows_text(*pair, self._rank) for pair in zip(self.whole, (query, key))]
         layouts = [f"{name} of {whole.length} rows" for name, whole in zip((layout, key_layout), self.whole)]
+        if not self.packed:
+            biases = [bias for bias in (self.options.bias, self.options.mask) if bias is not None]
+            rows += [_rows_text(self.whole[0], bias.transpose(1, 2), self._rank, or_one=True) for bias in biases]
         same = f"{shapes}, {query.dtype}, {layouts}, {rows}, {method}, {self.options.text()}"
         if self.packed:
             same += f", {len(self.documents)} sequences {hash(self.documents):x}"
@@ -306,13 +309,26 @@ class _Run:
         exchange = self.exchanges[1]
         assert isinstance(exchange, Exchange)
         first, end = split.queries[exchange.rank]
-        if bias is None or self.packed or bias.shape[2] == 1:
-            return bias if bias is None or bias.shape[1] == 1 else bias[:, first:end]
+        if bias is None:
+            return None
+        if self.packed or not self._differs_by_row(bias, layout, exchange):
+            return bias if bias.shape[1] == 1 else bias[:, first:end]
         heads = split.queries if bias.shape[1] > 1 else [(0, 1)] * exchange.ranks
         is_bool = bias.dtype == torch.bool
         rows = bias.transpose(1, 2)
         (whole,) = to_heads(exchange, [(rows.byte() if is_bool else rows, layout, heads)], "rows of the bias")
         return whole.transpose(1, 2).bool() if is_bool else whole.transpose(1, 2)
+
+    @staticmethod
+    def _differs_by_row(bias: Tensor, layout: Layout, exchange: Exchange) -> bool:
+        """Equal on all ranks, of which one with a single row cannot tell by itself."""
+        has_rows = bias.shape[2] != 1
+        counts = [layout.rows(rank) for rank in range(exchange.ranks)]
+        if 1 not in counts or set(counts) == {1}:
+            return has_rows or set(counts) == {1}
+        own = bias.new_full((exchange.ranks,), has_rows, dtype=torch.uint8)
+        ones = [1] * exchange.ranks
+        return bool(exchange.swap(own, ones, ones, "whether the bias has rows").any())
 
     def _attended(
         self, tensors: tuple[Tensor, Tensor, Tensor], options: _Options, heads: tuple[int, int]
@@ -344,8 +360,7 @@ class _Run:
             self.op,
             problem,
             self.exchanges[0],
-            from_all=self._needs_all_keys(tensors[0], tensors[2])
-            or (dropout is not None and not _begin_aligned(problem)),
+            from_all=self.request.method == "all_gather" or (dropout is not None and not _begin_aligned(problem)),
             gathered_bytes=GATHERED_BYTES,
             scale=options.scale,
             softcap=options.softcap,
@@ -359,12 +374,6 @@ class _Run:
             call, *Tensors(*tensors, options.sinks, options.bias, options.table)
         )
         return result
-
-    def _needs_all_keys(self, query: Tensor, value: Tensor) -> bool:
-        """On a GPU the composed backward of dtypes and head dims without a kernel normalises over its own keys."""
-        most = 128 if query.dtype == torch.float32 else 256
-        is_composed = query.is_cuda and (query.dtype == torch.float64 or max(query.shape[3], value.shape[3]) > most)
-        return self.request.method == "all_gather" or is_composed
 
     def _on_one_rank(self, tensors: tuple[Tensor, Tensor, Tensor], options: _Options) -> tuple[Tensor, Tensor]:
         """For all rows, which are in order here."""
@@ -394,9 +403,11 @@ def _with_dims(tensor: Tensor | None, dims: int) -> Tensor | None:
     return tensor.view((1,) * (dims - tensor.dim()) + tuple(tensor.shape))
 
 
-def _rows_text(layout: Layout, tensor: Tensor, rank: int) -> str:
-    rows = layout.rows(rank)
-    return "its rows" if tensor.shape[1] == rows else f"{tensor.shape[1]} rows where the layout has {rows}"
+def _rows_text(layout: Layout, tensor: Tensor, rank: int, *, or_one: bool = False) -> str:
+    """or_one: of a bias, whose single row may be for all rows."""
+    rows, given = layout.rows(rank), tensor.shape[1]
+    is_right = given == rows or (or_one and given == 1)
+    return "its rows" if is_right else f"{given} rows where the layout has {rows}"
 
 
 def _over_ring(layout: Layout, heads: int) -> Layout:
