@@ -13,7 +13,7 @@ from ranks import on_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from cuda_ext import _group_calls, flash_attention
+from cuda_ext import _group_calls, flash_attention, flash_attention_varlen
 from cuda_ext.distributed import context_parallel as cp
 from cuda_ext.distributed.context_parallel import Layout
 
@@ -46,7 +46,9 @@ def test_errors_on_every_rank() -> None:
     on_every_rank(RuntimeError, "8 rows where the layout has 9", lambda: ring(query, key, value, layout=uneven))
     on_every_rank(RuntimeError, "pass the Layout that divided them", lambda: ring(query, key, value, layout=longer))
     on_every_rank(
-        ValueError, "for 4 ranks, got one for 3", lambda: ring(query, key, value, layout=Layout.zigzag(24, 3))
+        ValueError,
+        "for the 4 ranks of group, got one for 3",
+        lambda: ring(query, key, value, layout=Layout.zigzag(24, 3)),
     )
     on_every_rank(
         ValueError, "expected layout 'zigzag' or 'contiguous'", lambda: ring(query, key, value, layout="ring")
@@ -151,6 +153,23 @@ def test_checkpoints_compilers_and_repetitions(name: str) -> None:
     ):
         for a, b in zip(actual, expected):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_a_ring_of_one_rank() -> None:
+    """Inside which others exchange heads; and in inference mode, whose tensors have no versions."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    whole = [torch.randn(2, 16, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    for layout in ("zigzag", "contiguous"):
+        with torch.inference_mode(), cp.context_parallel(alone, layout=layout, ulysses_group=dist.group.WORLD) as of:
+            out = of.attention(*map(of.shard, whole), causal=True)
+            Check.compare("out", out, of.shard(flash_attention(*whole, causal=True)), 1e-12)
+            ends = torch.tensor([0, 5, 16], dtype=torch.int32)
+            packed = [of.shard(tensor)[0] for tensor in whole]
+            for _ in range(2):
+                out = of.attention_varlen(*packed, ends, ends, causal=True)
+            wanted = flash_attention_varlen(*(tensor[0] for tensor in whole), ends, ends, causal=True)
+            Check.compare("out", out, of.shard(wanted, 0), 1e-12)
 
 
 @on_ranks(4)

@@ -298,7 +298,7 @@ def test_errors_of_models() -> None:
 
 BLOCKS: dict[str, tuple[dict[str, Any], str]] = {
     "method": ({"method": "ring"}, "expected method 'all_gather' or 'p2p' or 'ulysses', got 'ring'"),
-    "layout": ({"layout": "stripe"}, "'zigzag' or 'contiguous' or a Layout, got 'stripe'"),
+    "layout": ({"layout": "stripe"}, "'zigzag' or 'contiguous', or a Layout, got 'stripe'"),
     "ranks": ({"layout": Layout.zigzag(12, 3)}, "expected a layout for the 2 ranks of group, got one for 3"),
     "two groups": ({"method": "ulysses", "ulysses_group": True}, "expected no ulysses_group with method 'ulysses'"),
 }
@@ -330,6 +330,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sinks and window": {"sinks": True, "window": (9, None), "num_kv_heads": 2, "bias": True},
     "both directions": {"causal": False, "softcap": 4.0},
+    "dropout": {"dropout_p": 0.3},
 }
 
 

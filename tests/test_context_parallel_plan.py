@@ -186,7 +186,7 @@ def test_times_of_exchanges() -> None:
         ({"cu_seqlens": [0, 100]}, r"expected cu_seqlens from 0 to the length 4096, rising, got \[0, 100\] ... 100"),
         ({"block_mask": BlockMask.causal(128, 128)}, "expected block_mask of 4096 rows and keys"),
         ({"layout": Layout.zigzag(4096, 8)}, "expected a layout for the 4 ranks of group, got one for 8"),
-        ({"layout": "stripe"}, "expected layout 'zigzag' or 'contiguous' or a Layout, got 'stripe'"),
+        ({"layout": "stripe"}, "expected layout 'zigzag' or 'contiguous', or a Layout, got 'stripe'"),
         (
             {"block_mask": BlockMask.causal(4096, 4096), "layout": Layout(4096, (((0, 64),), ((64, 4096),), (), ()))},
             "multiples of 128",

@@ -127,21 +127,25 @@ class Layout:
         return Layout(self.length, tuple(parts))
 
 
-def layout_of(op: str, layout: str | Layout, ranks: int, length: int, heads: int = 1) -> Layout:
-    """The layout that a user names; ValueError if it is for other ranks or another length. heads: how many ranks
-    exchange heads, see `Layout.divided`."""
+def layout_of(
+    op: str, layout: str | Layout, ranks: int, length: int, heads: int = 1, *, name: str = "layout"
+) -> Layout:
+    """The layout that a user names; ValueError if it is for other ranks or another length.
+
+    heads: how many ranks exchange heads, see `Layout.divided`; if all do, it is the named layout of all ranks.
+    name: of the argument, for errors.
+    """
     if isinstance(layout, str):
         if layout not in NAMES:
-            raise ValueError(f"{op}: expected layout {' or '.join(map(repr, NAMES))} or a Layout, got {layout!r}")
+            raise ValueError(f"{op}: expected {name} {' or '.join(map(repr, NAMES))}, or a Layout, got {layout!r}")
         make = Layout.zigzag if layout == "zigzag" else Layout.contiguous
-        found = make(length, ranks // heads)
-        return found if heads == 1 else found.divided(heads)
+        return make(length, ranks) if heads in (1, ranks) else make(length, ranks // heads).divided(heads)
     if not isinstance(layout, Layout):
-        raise TypeError(f"{op}: expected layout to be a name or a Layout, got {type(layout).__name__}")
+        raise TypeError(f"{op}: expected {name} to be a name or a Layout, got {type(layout).__name__}")
     if layout.ranks != ranks:
-        raise ValueError(f"{op}: expected a layout for the {ranks} ranks of group, got one for {layout.ranks}")
+        raise ValueError(f"{op}: expected a {name} for the {ranks} ranks of group, got one for {layout.ranks}")
     if layout.length != length:
-        raise ValueError(f"{op}: expected a layout of {length} rows, got one of {layout.length}")
+        raise ValueError(f"{op}: expected a {name} of {length} rows, got one of {layout.length}")
     return layout
 
 

@@ -19,7 +19,7 @@ from cuda_ext.block_mask import BlockMask
 from cuda_ext.distributed.context_parallel.attend import Attend, Call, Dropout, Tensors, for_op
 from cuda_ext.distributed.context_parallel.exchange import Exchange, NoExchange, group_of_exchanges
 from cuda_ext.distributed.context_parallel.heads import HeadSplit, to_heads, to_rows
-from cuda_ext.distributed.context_parallel.layout import NAMES, Layout, located, union
+from cuda_ext.distributed.context_parallel.layout import Layout, layout_of, located, union
 from cuda_ext.distributed.context_parallel.masked import MaskedProblem, check_blocks, digest, mask_of_heads
 from cuda_ext.distributed.context_parallel.parts import DROPOUT_GROUP, Band, Document, Problem
 
@@ -174,19 +174,8 @@ class _Run:
 
     def _layout(self, name: str, layout: str | Layout, tensor: Tensor) -> Layout:
         ring, heads = self.groups.sizes
-        if isinstance(layout, str):
-            if layout not in NAMES:
-                raise ValueError(
-                    f"{self.op}: expected {name} {' or '.join(map(repr, NAMES))}, or a Layout, got {layout!r}"
-                )
-            make = Layout.zigzag if layout == "zigzag" else Layout.contiguous
-            length = tensor.shape[1] * ring * heads
-            return make(length, heads) if ring == 1 else make(length, ring).divided(heads)
-        if not isinstance(layout, Layout):
-            raise TypeError(f"{self.op}: expected {name} to be a name or a Layout, got {type(layout).__name__}")
-        if layout.ranks != ring * heads:
-            raise ValueError(f"{self.op}: expected {name} for {ring * heads} ranks, got one for {layout.ranks}")
-        return layout
+        length = layout.length if isinstance(layout, Layout) else tensor.shape[1] * ring * heads
+        return layout_of(self.op, layout, ring * heads, length, heads, name=name)
 
     def _begin(self) -> list[Exchange | NoExchange]:
         """The exchanges of keys and of heads, after the ranks have compared their arguments."""
@@ -444,6 +433,9 @@ def _documents(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Document, ..
     """Reads the values, once for each tensor unless it is written."""
     ends = []
     for tensor in (cu_seqlens_q, cu_seqlens_k):
+        if tensor.is_inference():  # has no version
+            ends.append(tensor.tolist())
+            continue
         found = _read.get(tensor)
         if found is None or found[0] != tensor._version:
             found = _read[tensor] = tensor._version, tensor.tolist()
