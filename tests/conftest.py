@@ -124,7 +124,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 LONGEST = (
     *("test_attention_cuda", "test_distributed_training", "test_build", "test_conformance", "test_gpu_check"),
     *("test_static_gates", "test_distributed_faults", "test_four_hosts", "test_attention_autograd", "test_train_gpt"),
-    *("test_torch_features", "test_patch", "test_examples", "test_integration_sdpa_models"),
+    *("test_torch_features", "test_patch", "test_examples", "test_integration_sdpa_models", "test_savers"),
+    *("test_benchmarks", "test_grouped_gemm_sm90", "test_grouped_mm", "test_integration_flex", "test_architectures"),
+    *("test_context_parallel_models", "test_loss", "test_fp8_activation", "test_planted_sm90", "test_model_command"),
 )
 
 

@@ -23,7 +23,7 @@ GENERATED = "_build_info.py"
 
 # Each compiles all kernels once more, or reads the machine code of all: about a minute of two cores.
 CHECKS = ("races", "nvcc's ops", "nvcc's code for sm_75", "nvcc's primitives", "machine code")
-ONE_IN = 7  # slow tests: as many as fit into 20 minutes
+ONE_IN = 10  # slow tests: as many as fit into 20 minutes
 EVERY_VALUE = "every value"
 MARKER = (
     "sampled(cases=N or 'every value', slow=True, check='races', full=True): without --full run only N random "

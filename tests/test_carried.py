@@ -100,7 +100,7 @@ def test_variants_that_do_not_fit_are_left_out(
     assert "gpu-library.tar.gz is left out: it was built for torch 2.0.0" in capsys.readouterr().out
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(full=True)
 def test_a_variant_runs_with_its_own_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

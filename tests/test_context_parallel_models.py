@@ -97,6 +97,7 @@ def assert_learns_the_same(shared: Tensor, alone: Tensor, tolerance: float) -> N
     torch.testing.assert_close(shared, alone, rtol=tolerance, atol=0)
 
 
+@pytest.mark.sampled(cases="every value")
 @on_ranks(4)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
 @pytest.mark.parametrize("sums", ["bucketed", "all-reduce"])

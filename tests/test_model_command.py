@@ -46,6 +46,7 @@ def test_predictions_are_consistent(gpu: Gpu) -> None:
     assert deep == sorted(deep)
 
 
+@pytest.mark.sampled
 def test_document_is_current() -> None:
     page = document.DOCUMENT
     sections = {

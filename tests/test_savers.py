@@ -409,6 +409,7 @@ def cells() -> Iterator[Any]:
                 yield pytest.param(saver, "plain", kind, id=f"{saver}-into {kind}")
 
 
+@pytest.mark.sampled(cases="every value")
 @pytest.mark.parametrize("saver, kind, other_kind", list(cells()))
 def test_savers_of_models(
     group: None, without_accelerators: None, tmp_path: Path, saver: str, kind: str, other_kind: str
