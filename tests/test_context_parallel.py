@@ -51,6 +51,7 @@ PACKED = {
     "window": Case(4, 2, SAME, {"causal": True, "window": (6, None)}),
     "window both sides": Case(4, 2, OTHER, {"window": (4, 3)}),
     "sinks": Case(4, 2, SAME, {"causal": True, "sinks": (4,), "softcap": 4.0}),
+    "sinks, rows after the last": Case(4, 2, OTHER, {"sinks": (4,)}, rest=7),
     "alibi": Case(4, 2, OTHER, {"alibi_slopes": (6, 4)}),
     "alibi, causal": Case(4, 2, SAME, {"alibi_slopes": (4,), "causal": True}),
     "relative bias": Case(4, 2, SAME, {"relative_bias": (4, 21)}),

@@ -256,7 +256,8 @@ def _forward(call: Call, tensors: Tensors) -> tuple[Tensor, Tensor]:
         del keys, values
     if not call.from_all:
         if tensors.sinks is not None:
-            out, lse = _with_sinks(out, lse, tensors.sinks)
+            end = call.problem.rows_in_documents(call.exchange.rank)  # those after the last one have no sink
+            out[:, :end], lse[:, :, :end] = _with_sinks(out[:, :end], lse[:, :, :end], tensors.sinks)
         out = out.to(query.dtype)
     return out, lse
 

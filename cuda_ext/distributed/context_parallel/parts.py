@@ -81,6 +81,11 @@ class Problem(NamedTuple):
     aligned: bool  # whether calls begin at multiples of DROPOUT_GROUP
     packs: bool  # whether one call may be of several documents
 
+    def rows_in_documents(self, rank: int) -> int:
+        """How many of a rank's rows are not after the last document; they are its first."""
+        end = max((document.queries[1] for document in self.documents), default=0)
+        return sum(min(last, end) - first for first, last in self.queries.ranges[rank] if first < end)
+
 
 def of_everything(layout: Layout) -> Transfer:
     """All rows of a layout."""
