@@ -25,6 +25,9 @@ GENERATED = "_build_info.py"
 CHECKS = ("races", "nvcc's ops", "nvcc's code for sm_75", "nvcc's primitives", "machine code")
 ONE_IN = 10  # slow tests: as many as fit into 20 minutes
 EVERY_VALUE = "every value"
+MOST_CASES = (
+    16  # a test with more combinations of parameters is sampled by EVERY_VALUE unless its marker says otherwise
+)
 MARKER = (
     "sampled(cases=N or 'every value', slow=True, check='races', full=True): without --full run only N random "
     "combinations of the parameters, or as many as contain every value of every parameter, on each backend; only one "
@@ -83,11 +86,12 @@ def left_out(items: Sequence[pytest.Item], seed: int = SEED) -> dict[pytest.Item
             found[item] = f"tests of the check {settings['check']!r}"
         elif settings.get("slow") and not on_gpu and random.Random(f"{seed} {item.nodeid}").randrange(ONE_IN):
             found[item] = "slow tests"
-        if "cases" in settings and parameters and not settings.get("full"):
+        if parameters and not settings.get("full") and ("cases" in settings or not on_gpu):
             key = (item.nodeid.partition("[")[0], parameters.get("backend", "cpu"))
             matrices.setdefault(key, []).append(item)
     for key, matrix in matrices.items():
-        kept = sample([parameters_of(item) for item in matrix], settings_of(matrix[0])["cases"], f"{seed} {key}")
+        cases = settings_of(matrix[0]).get("cases", EVERY_VALUE if len(matrix) > MOST_CASES else len(matrix))
+        kept = sample([parameters_of(item) for item in matrix], cases, f"{seed} {key}")
         found |= {item: "combinations of parameters" for index, item in enumerate(matrix) if index not in kept}
     return found
 

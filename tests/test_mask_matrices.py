@@ -567,11 +567,13 @@ def test_magi_random_slices(sizes: tuple[Lengths, Lengths, Lengths], most: int, 
 def test_magi_parts_that_are_merged(types: str, backend: str) -> None:
     """Slices in two calls, whose results are merged, are as those in one."""
     lengths = (129, 200) if is_emulated(backend) else (513, 400)
-    slices = random_slices(40, lengths, (20, 100), (20, 100))
-    kinds = types_of(types, len(slices))
-    parts = [union(slices[n::2], kinds[n::2], lengths) for n in (0, 1)]
+    parts: list[Tensor] = []
+    while not parts or not all(part.any() for part in parts):  # a slice that is causal at both ends may have no pairs
+        slices = random_slices(40, lengths, (20, 100), (20, 100))
+        kinds = types_of(types, len(slices))
+        parts = [union(slices[n::2], kinds[n::2], lengths) for n in (0, 1)]
     masks = [BlockMask.from_dense(part) for part in parts]
-    assert not (parts[0] & parts[1]).any() and parts[0].any() and parts[1].any()
+    assert not (parts[0] & parts[1]).any()
 
     def in_two_calls(**tensors: Tensor) -> tuple[Tensor, Tensor]:
         first, second = (cuda_ext.flash_attention(**tensors, block_mask=mask, return_lse=True) for mask in masks)

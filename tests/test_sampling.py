@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sampling import CHECKS, EVERY_VALUE, ONE_IN, ROOT, left_out, sample, seed_of
+from sampling import CHECKS, EVERY_VALUE, MOST_CASES, ONE_IN, ROOT, left_out, sample, seed_of
 
 ROWS = [{"op": op, "options": {"size": size}} for op, size in itertools.product("abcde", (1, 2, 3))]
 
@@ -57,12 +58,24 @@ def drawn(seed: int, items: list[Item]) -> set[str]:
 
 
 @pytest.mark.parametrize("settings", [{}, {"slow": True}])
-def test_one_of_seven_slow_tests_runs_and_sooner_or_later_all(settings: dict[str, Any]) -> None:
+def test_one_of_ten_slow_tests_runs_and_sooner_or_later_all(settings: dict[str, Any]) -> None:
     items = [Item(f"slow {index}", settings) for index in range(20 * ONE_IN)]
     runs = [drawn(seed, items) for seed in range(80)]
     assert all(5 < len(run) < 40 for run in runs)
     assert set.union(*runs) == {item.nodeid for item in items}
     assert drawn(3, items) == runs[3]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_large_matrix_without_a_marker_is_sampled(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = {"large": range(MOST_CASES // 2), "small": range(math.isqrt(MOST_CASES))}
+    rows = {f"{name}[{a}-{b}]": {"a": a, "b": b} for name, side in sides.items() for a in side for b in side}
+    monkeypatch.setattr("sampling.parameters_of", lambda item: rows[item.nodeid])
+    kept = drawn(0, [Item(name, on_gpu=on_gpu) for name in rows])
+    small = {name for name in rows if name.startswith("small")}
+    assert small <= kept
+    assert all({rows[name][side] for name in kept - small} == set(sides["large"]) for side in "ab")
+    assert (kept == rows.keys()) == on_gpu
 
 
 def test_each_run_makes_one_check() -> None:

@@ -22,7 +22,7 @@ from cuda_ext._toolchain import NAMESPACE
 from cuda_ext.distributed.context_parallel.exchange import Exchange, NoExchange
 from cuda_ext.distributed.context_parallel.layout import Range, size
 from cuda_ext.distributed.context_parallel.masked import MaskedProblem, mask_of_heads
-from cuda_ext.distributed.context_parallel.parts import Part, Problem, Transfer, from_one, gathered, window_of
+from cuda_ext.distributed.context_parallel.parts import Part, Problem, Transfers, from_one, gathered, window_of
 from cuda_ext.kvcache import merge_attention
 
 _forward_op = ops.flash_attention_forward.default
@@ -38,7 +38,7 @@ class Heads(NamedTuple):
 
 class Step(NamedTuple):
     heads: Heads
-    transfers: tuple[Transfer, ...]  # of each rank
+    transfers: Transfers  # of the ranks that exchange keys with this one, and its own
 
 
 class Dropout(NamedTuple):
@@ -68,18 +68,22 @@ class Call:
     dropout: Dropout | None = None
     masked: MaskedProblem | None = None
 
-    def steps(self, key: Tensor, value: Tensor, group: int) -> list[Step]:
-        ranks = range(self.exchange.ranks)
+    def steps(self, key: Tensor, value: Tensor, group: int, *, of_all_ranks: bool = False) -> list[Step]:
+        """group: query heads a key head. of_all_ranks: each step with the transfers of all ranks, for predictions."""
+        rank, ranks = self.exchange.rank, range(self.exchange.ranks)
         heads = key.shape[2]
         if not self.from_all:
             every = Heads(slice(0, heads), slice(0, heads * group))
-            sources = [[(rank - distance) % len(ranks) for rank in ranks] for distance in ranks]
             get = self.masked.from_one if self.masked else functools.partial(from_one, self.problem)
-            transfers = [tuple(map(get, ranks, of_step)) for of_step in sources]
-            return [Step(every, of_ranks) for of_ranks in transfers]
-        of_ranks = tuple(map(self.masked.gathered if self.masked else functools.partial(gathered, self.problem), ranks))
+            steps = []
+            for distance in ranks:
+                readers = ranks if of_all_ranks else {rank, (rank + distance) % len(ranks)}
+                steps.append(Step(every, {reader: get(reader, (reader - distance) % len(ranks)) for reader in readers}))
+            return steps
+        get_all = self.masked.gathered if self.masked else functools.partial(gathered, self.problem)
+        of_ranks = {reader: get_all(reader) for reader in ranks}
         # The same on all ranks, so that these take the same steps.
-        elements = max(size(transfer.keys) for transfer in of_ranks) * key.shape[0]
+        elements = max(size(transfer.keys) for transfer in of_ranks.values()) * key.shape[0]
         bytes_of_head = elements * (key.shape[3] + value.shape[3]) * key.element_size()
         if len(ranks) == 1:
             return [Step(Heads(slice(0, heads), slice(0, heads * group)), of_ranks)]

@@ -59,7 +59,7 @@ def ring_attention(
         method: ``"all_gather"`` (default): each rank gets all keys that its rows see, a quarter of the heads at a
             time, of at most 256 MiB or one head, and the next heads' meanwhile. ``"p2p"``: those of one rank after the
             other, so that those of two ranks are in memory; with dropout this is ``"all_gather"`` unless all ranges of
-            rows begin at multiples of 4, and so it is on a GPU for what `flash_attention` composes there.
+            rows begin at multiples of 4.
         ulysses_group: the ranks that exchange heads before, see `ulysses_attention`: those of a host, while `group` has
             the ranks of this place on all hosts. `layout` is of all ranks, of which ``r * ulysses_group.size() + u`` is
             rank r of `group` and rank u of `ulysses_group`; by name it is

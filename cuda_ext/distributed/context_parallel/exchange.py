@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cuda_ext._group_calls import GroupCall
 from cuda_ext.distributed.context_parallel.layout import Layout, Range, located, size
-from cuda_ext.distributed.context_parallel.parts import Transfer
+from cuda_ext.distributed.context_parallel.parts import Transfer, Transfers
 from cuda_ext.distributed.process_groups import own_group
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, dist.ProcessGroup]]
@@ -39,15 +39,15 @@ class Exchange:
         self._call, self._group, self._layout = call, group, layout
         self.rank, self.ranks = group.rank(), group.size()
 
-    def start(self, transfers: Sequence[Transfer], tensors: Sequence[Tensor], what: str) -> Callable[[], list[Tensor]]:
+    def start(self, transfers: Transfers, tensors: Sequence[Tensor], what: str) -> Callable[[], list[Tensor]]:
         """Starts the transfer of rows of `tensors`, each (own rows, ...).
 
-        transfers: of each rank. Returns a function that waits and returns, for each tensor, the rows of this rank's
-        transfer, (keys, ...).
+        transfers: of this rank and of those that get its rows. Returns a function that waits and returns, for each
+        tensor, the rows of this rank's transfer, (keys, ...).
         """
         everything = ((0, self._layout.length),)
         with self._call.named(what, completes=False):
-            if all(transfer.keys == everything for transfer in transfers):
+            if len(transfers) == self.ranks and all(each.keys == everything for each in transfers.values()):
                 started = [self._gather(rows) for rows in tensors]
             else:
                 started = [self._send(transfers, rows) for rows in tensors]
@@ -60,7 +60,7 @@ class Exchange:
 
     def give_back(
         self,
-        transfers: Sequence[Transfer],
+        transfers: Transfers,
         grads: Sequence[Tensor],
         sums: Sequence[Tensor],
         dtype: torch.dtype,
@@ -100,9 +100,9 @@ class Exchange:
 
         return finish
 
-    def _send(self, transfers: Sequence[Transfer], rows: Tensor) -> Callable[[], Tensor]:
+    def _send(self, transfers: Transfers, rows: Tensor) -> Callable[[], Tensor]:
         own = transfers[self.rank]
-        to = [() if rank == self.rank else transfer.pieces[self.rank] for rank, transfer in enumerate(transfers)]
+        to = self._pieces_for_others(transfers)
         of = [0 if rank == self.rank else size(pieces) for rank, pieces in enumerate(own.pieces)]
         received = self._all_to_all(_packed(rows, to), list(map(size, to)), of)
 
@@ -121,6 +121,11 @@ class Exchange:
 
         return finish
 
+    def _pieces_for_others(self, transfers: Transfers) -> list[tuple[Range, ...]]:
+        """Which of this rank's rows each other rank gets."""
+        others = [transfers.get(rank) if rank != self.rank else None for rank in range(self.ranks)]
+        return [() if other is None else other.pieces[self.rank] for other in others]
+
     def _places(self, transfer: Transfer, rank: int) -> list[Range]:
         """Where a transfer has the pieces of a rank, among its keys."""
         if not transfer.pieces[rank]:
@@ -128,17 +133,17 @@ class Exchange:
         rows = [rows for rows, _ in located(self._layout.ranges[rank], transfer.keys)]
         return [place for _, place in located(transfer.keys, rows)]
 
-    def _return(self, transfers: Sequence[Transfer], grad: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
+    def _return(self, transfers: Transfers, grad: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
         own = transfers[self.rank]
         to = [() if rank == self.rank else tuple(self._places(own, rank)) for rank in range(self.ranks)]
-        of = [0 if rank == self.rank else size(transfer.pieces[self.rank]) for rank, transfer in enumerate(transfers)]
+        of = list(map(size, self._pieces_for_others(transfers)))
         return self._all_to_all(_packed(grad, to, dtype), list(map(size, to)), of)
 
-    def _add(self, transfers: Sequence[Transfer], own: Tensor, received: Tensor, total: Tensor) -> None:
+    def _add(self, transfers: Transfers, own: Tensor, received: Tensor, total: Tensor) -> None:
         """In the order of ranks, so that the bits do not depend on which gradients come first."""
         begin = 0
-        for rank, transfer in enumerate(transfers):
-            pieces = transfer.pieces[self.rank]
+        for rank in sorted(transfers):
+            pieces = transfers[rank].pieces[self.rank]
             if rank == self.rank:
                 _add_to(total, pieces, own)
             else:
@@ -167,19 +172,19 @@ class NoExchange:
 
     rank, ranks = 0, 1
 
-    def start(self, transfers: Sequence[Transfer], tensors: Sequence[Tensor], what: str) -> Callable[[], list[Tensor]]:
-        ((keys,),) = [transfer.pieces for transfer in transfers]
+    def start(self, transfers: Transfers, tensors: Sequence[Tensor], what: str) -> Callable[[], list[Tensor]]:
+        (keys,) = transfers[0].pieces
         return lambda: [torch.cat([rows[:0], *(rows[first:end] for first, end in keys)]) for rows in tensors]
 
     def give_back(
         self,
-        transfers: Sequence[Transfer],
+        transfers: Transfers,
         grads: Sequence[Tensor],
         sums: Sequence[Tensor],
         dtype: torch.dtype,
         what: str,
     ) -> Callable[[], None]:
-        ((keys,),) = [transfer.pieces for transfer in transfers]
+        (keys,) = transfers[0].pieces
 
         def finish() -> None:
             for grad, total in zip(grads, sums):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from cuda_ext.block_mask import BlockMask
@@ -68,6 +68,9 @@ class Transfer(NamedTuple):
     pieces: tuple[tuple[Range, ...], ...]
     keys: tuple[Range, ...]
     parts: tuple[Part, ...]
+
+
+Transfers = Mapping[int, Transfer]  # by rank
 
 
 class Problem(NamedTuple):

@@ -34,7 +34,7 @@ from cuda_ext.distributed.context_parallel.costs import Cluster, Shape, Work, wo
 from cuda_ext.distributed.context_parallel.heads import HeadSplit
 from cuda_ext.distributed.context_parallel.layout import Layout, layout_of, size
 from cuda_ext.distributed.context_parallel.masked import MaskedProblem, check_blocks
-from cuda_ext.distributed.context_parallel.parts import Band, Document, Problem, Transfer
+from cuda_ext.distributed.context_parallel.parts import Band, Document, Problem, Transfers
 from cuda_ext.distributed.context_parallel.picture import Cells, cells, drawing, text
 from cuda_ext.distributed.context_parallel.request import GATHERED_BYTES
 
@@ -162,7 +162,7 @@ class _Works:
             torch.empty(shape.batch, 0, key_heads, dim, dtype=shape.dtype, device="meta")
             for dim in (shape.head_dim, shape.value_dim)
         )
-        self.steps = call.steps(key, value, 1)
+        self.steps = call.steps(key, value, 1, of_all_ranks=True)
 
     def work(self, step: int, rank: int) -> Work:
         transfers = self.steps[step].transfers
@@ -204,10 +204,10 @@ def _visited(mask: BlockMask, layout: Layout) -> Tensor:
     return counts / (mask.shape[0] * mask.shape[1])
 
 
-def _sent(layout: Layout, transfers: Sequence[Transfer]) -> Tensor:
+def _sent(layout: Layout, transfers: Transfers) -> Tensor:
     """(ranks, ranks): the rows that each rank sends to each other one."""
     found = torch.zeros(layout.ranks, layout.ranks, dtype=torch.int64)
-    for rank, transfer in enumerate(transfers):
+    for rank, transfer in transfers.items():
         for source, pieces in enumerate(transfer.pieces):
             if pieces and source != rank:
                 found[source, rank] = size(pieces)
@@ -228,8 +228,8 @@ def _ring(attention: _Attention, layout: Layout, method: str, heads: tuple[int, 
         if number in works.distinct:
             rows = _sent(layout, step.transfers)
             work = [works.work(number, rank) for rank in range(ranks)]
-            everywhere = all(transfer.keys == ((0, layout.length),) for transfer in step.transfers)
-            most_keys = max(size(transfer.keys) for transfer in step.transfers)
+            everywhere = all(transfer.keys == ((0, layout.length),) for transfer in step.transfers.values())
+            most_keys = max(size(transfer.keys) for transfer in step.transfers.values())
         count = step.heads.keys.stop - step.heads.keys.start
         row_bytes = shape.row_bytes(count)
         largest = max(largest, most_keys * row_bytes)

@@ -11,7 +11,7 @@ from torch import Tensor
 from cuda_ext._group_calls import begin_call
 from cuda_ext.distributed.context_parallel.exchange import Exchange, group_of_exchanges
 from cuda_ext.distributed.context_parallel.layout import Layout, layout_of
-from cuda_ext.distributed.context_parallel.parts import of_everything
+from cuda_ext.distributed.context_parallel.parts import Transfers, of_everything
 from cuda_ext.distributed.process_groups import resolve_group
 
 _MODULE = "cuda_ext.distributed.context_parallel"
@@ -107,7 +107,7 @@ class _Unshard(torch.autograd.Function):
         ctx.arguments = dim, group, layout, sum_gradients
         rows = tensor.movedim(dim, 0)
         exchange = _exchange(rows, group, layout)
-        (whole,) = exchange.start([of_everything(layout)] * group.size(), [rows], "the rows of the sequence")()
+        (whole,) = exchange.start(_everywhere(layout), [rows], "the rows of the sequence")()
         return whole.movedim(0, dim)
 
     @staticmethod
@@ -126,8 +126,7 @@ class _Reshard(torch.autograd.Function):
         if sums:
             exchange = _exchange(rows[:0], group, layout)
             own = rows.new_zeros(layout.rows(group.rank()), *rows.shape[1:])
-            transfers = [of_everything(layout)] * group.size()
-            exchange.give_back(transfers, [rows], [own], rows.dtype, "the gradients of rows")()
+            exchange.give_back(_everywhere(layout), [rows], [own], rows.dtype, "the gradients of rows")()
         else:
             own = torch.cat([rows[:0], *(rows[first:end] for first, end in layout.ranges[group.rank()])])
         return own.movedim(0, dim)
@@ -135,6 +134,10 @@ class _Reshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _Unshard.apply(grad, *ctx.arguments, False), None, None, None, None
+
+
+def _everywhere(layout: Layout) -> Transfers:
+    return dict.fromkeys(range(layout.ranks), of_everything(layout))
 
 
 def _exchange(rows: Tensor, group: dist.ProcessGroup, layout: Layout) -> Exchange:
