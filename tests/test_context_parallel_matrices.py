@@ -2,8 +2,8 @@
 
 Every case is compared with one rank: in float64 out, lse and all gradients to 1e-12, relative to the largest element.
 Where a matrix has 16-bit dtypes, a case also runs in one of them, drawn: its errors against float64 are at most 1.5
-times those of one rank, and within the tolerances of TransformerEngine. Sequences are shorter, and some are odd: what
-depends on the tiles of kernels is tested on one rank.
+times those of one rank (more for tensors of a few elements), and within the tolerances of TransformerEngine. Sequences
+are shorter, and some are odd: what depends on the tiles of kernels is tested on one rank.
 
 | matrix | here |
 |---|---|

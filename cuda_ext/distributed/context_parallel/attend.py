@@ -375,7 +375,8 @@ class _Gradients:
         if not of_keys and part.keys == (0, keys.shape[1]):
             of_keys += [grad.view(tensor.shape) for grad, tensor in ((of_key, keys), (of_value, values))]
         else:
-            of_keys += [] if of_keys else _zeros(keys, values)
+            if not of_keys:
+                of_keys += _zeros(keys, values)
             for total, grad in zip(of_keys, (of_key, of_value)):
                 _of_part(total[:, slice(*part.keys)], part).add_(grad)
         if sums.sinks is not None and call.from_all:
