@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -153,6 +154,24 @@ def test_checkpoints_compilers_and_repetitions(name: str) -> None:
     ):
         for a, b in zip(actual, expected):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@on_ranks(1)
+def test_one_rank_is_compiled_in_one_graph() -> None:
+    query, key, value = operands()
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+    packed = [tensor[0] for tensor in (query, key, value)]
+    for attend, given, expected in (
+        (cp.ring_attention, (query, key, value), flash_attention),
+        (cp.ulysses_attention, (query, key, value), flash_attention),
+        (cp.ring_attention_varlen, (*packed, ends, ends), flash_attention_varlen),
+        (cp.ulysses_attention_varlen, (*packed, ends, ends), flash_attention_varlen),
+    ):
+        call: Any = functools.partial(attend, causal=True)
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(*given), expected(*given, causal=True), rtol=0, atol=0)
+        with pytest.raises(ValueError, match="expected layout 'zigzag' or 'contiguous', or a Layout, got 'zig'"):
+            attend(*given, layout="zig")
 
 
 @on_ranks(2)

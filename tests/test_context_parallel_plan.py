@@ -231,7 +231,7 @@ def test_command_in_json(capsys: Capture) -> None:
     ("arguments", "message"),
     [
         (["--length", "4096"], "expected a preset or --heads, got neither"),
-        (["resnet-50", "--length", "4096"], "expected a preset that has heads, see --help, got resnet-50"),
+        (["resnet-50", "--length", "4096"], "expected a preset that has heads, see context --help, got resnet-50"),
         (["llama-8b"], "expected one of --length and --documents, got both or neither"),
         (["llama-8b", "--length", "4096", "--heads", "8"], "--heads: expected no preset, got llama-8b"),
         (["llama-8b", "--length", "4096", "--head-dim", "3000"], "--head-dim: expected that of llama-8b, got 3000"),
@@ -261,3 +261,51 @@ def test_map_is_of_who_computes_what() -> None:
     assert masked.map().splitlines() == [
         "".join(str(row // 4) if seen else "." for seen in line) for row, line in enumerate(listed)
     ]
+
+
+def gradients(model: str, *arguments: str) -> int:
+    network = ["--bandwidth", "400Gbit", "--latency", "5us", "--flops", "400T", "--tokens", "8192", "--buckets", "auto"]
+    try:
+        return main(["plan", model, *network, *arguments], [add])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 16])
+def test_attention_is_part_of_the_backward_that_gradients_hide_behind(capsys: Capture, ranks: int) -> None:
+    assert gradients("llama-8b", "--layers", "5", "--ranks", "64", "--json") == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["attention"] is None
+    of_group = ["--layers", "5", "--ranks", "64", "--context-ranks", str(ranks), "--attention-flops", "680T"]
+    assert gradients("llama-8b", *of_group, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    options = {**LLAMA, "heads": 32, "rate": 680e12, "latency": 5e-6}
+    plan = plan_context(8192 * ranks, ranks, **options)
+    attention = 5 * (plan.alone if ranks == 1 else plan.method(plan.best or "")).backward
+    assert report["backward_seconds"] == pytest.approx(alone["backward_seconds"] + attention)
+    assert report["attention"]["best"] == plan.best and report["attention"]["length"] == 8192 * ranks
+    assert gradients("llama-8b", *of_group) == 0
+    printed = capsys.readouterr().out
+    assert f"{plan}\n\nranks  algorithm" in printed
+    assert ("one rank has 8,192 rows: one rank\n" if ranks == 1 else "16 ranks share 131,072 rows: ") in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["llama-8b", "--ranks", "24", "64"], r"--ranks: expected multiples of --context-ranks 16, got [24, 64]"),
+        (["llama-8b", "--ranks", "64", "--tokens", "9"], "--context-ranks: do not divide it, too short"),
+        (["resnet-50", "--ranks", "64"], "expected a preset that has heads, see context --help, got resnet-50"),
+        (["llama-8b", "--ranks", "64", "--head-dim", "96"], "--head-dim: expected that of llama-8b, got 96"),
+    ],
+)
+def test_plan_refuses_what_ranks_cannot_share(capsys: Capture, arguments: list[str], message: str) -> None:
+    assert gradients(*arguments, "--context-ranks", "16") == 2
+    written = capsys.readouterr()
+    assert written.out == "" and message in written.err
+
+
+def test_shared_attention_needs_the_rows_of_a_rank(capsys: Capture) -> None:
+    network = ["--bandwidth", "400Gbit", "--latency", "5us", "--ranks", "64", "--backward", "1s"]
+    assert main(["plan", "llama-8b", *network, "--context-ranks", "4"], [add]) == 2
+    assert "--context-ranks: expected --flops and --tokens" in capsys.readouterr().err

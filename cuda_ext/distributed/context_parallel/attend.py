@@ -303,31 +303,32 @@ class _Gradients:
             self.sums.sinks.copy_(self._of_sinks())
 
     def of_all(self) -> list[Tensor | None]:
-        finish: Callable[[], None] | None = None
+        finish = _nothing
         for step, keys, values in _transferred(self.call, self.tensors, "keys and values for backward"):
             of_keys: list[Tensor] = []
             # The part with the most keys first: if it has all of them, no other sums are needed than its gradients.
+            # Beside it, those of the step before come, so that the other parts find their memory free.
             parts = step.transfers[self.call.exchange.rank].parts
             for part in sorted(parts, key=lambda part: part.keys[0] - part.keys[1]):
                 self._add(part, step.heads, keys, values, of_keys)
+                finish()
+                finish = _nothing
             of_keys = of_keys or _zeros(keys, values)
             del keys, values
-            if finish is not None:  # those of the step before have come meanwhile
-                finish()
+            finish()
             finish = self._give_back(step, of_keys)
             del of_keys
-        if finish is not None:
-            finish()
+        finish()
         return [
             None if tensor is None or total is None or not wants else total.to(tensor.dtype)
             for tensor, total, wants in zip(self.tensors, self.sums, self.wanted)
         ]
 
     def _give_back(self, step: Step, of_keys: list[Tensor]) -> Callable[[], None]:
-        """Sends gradients to the ranks of their keys; the result waits, and stores or adds those of this rank's."""
+        """Sends gradients to the ranks of their keys; the result waits, and adds those of this rank's."""
         of_own = [total[:, :, step.heads.keys].transpose(0, 1) for total in (self.sums.key, self.sums.value)]
         totals = of_own
-        if self.call.from_all:
+        if of_own[0].dtype != of_keys[0].dtype:  # the only step of these heads: rounded after it
             totals = [torch.zeros(own.shape, dtype=of_keys[0].dtype, device=own.device) for own in of_own]
         rows_first = [grad.transpose(0, 1) for grad in of_keys]
         what = "the gradients of keys and values"
@@ -401,6 +402,10 @@ class _Gradients:
         assert self.tensors.sinks is not None
         share = (self.tensors.sinks - rows_first).exp()
         return torch.where(rows_first == -torch.inf, 0.0, share * slope).sum((0, 1))
+
+
+def _nothing() -> None:
+    pass
 
 
 def for_op(slopes: Tensor) -> Tensor:

@@ -14,15 +14,16 @@ Each rank has the same rows of query, key and value, in the order of a `Layout`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cuda_ext._attention_options import Options, VarlenOptions
-from cuda_ext.distributed.context_parallel.layout import Layout
-from cuda_ext.distributed.context_parallel.request import Groups, Request
+from cuda_ext.attention import flash_attention, flash_attention_varlen
+from cuda_ext.distributed.context_parallel.layout import Layout, check_kind
+from cuda_ext.distributed.context_parallel.request import Groups, Request, check_method
 from cuda_ext.distributed.process_groups import resolve_group
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 _MODULE = "cuda_ext.distributed.context_parallel"
 
 
-@torch.compiler.disable
 def ring_attention(
     query: Tensor,
     key: Tensor,
@@ -78,10 +78,11 @@ def ring_attention(
         rows, to which all keys travel from the first to the last that the range sees.
 
     Forward saves what `flash_attention` saves; backward transfers keys and values again, and sends each gradient once,
-    in the dtype of `key`. Sums over ranks are in float32 (float64), in the order of ranks, so results repeat bit for
-    bit. The gradients of `sinks`, `attn_bias` and `relative_bias` are those of this rank's rows: sum them over the
-    group, like those of weights; in 16 bits each rank rounds its own, so keep these tensors in float32. Differentiable
-    once. All ranks call, and run backward, in the same order. For `torch.compile` the call is a graph break.
+    in the dtype of `key`. Sums over ranks are in float32 (float64), in a fixed order, so results repeat bit for bit.
+    The gradients of `sinks`, `attn_bias` and `relative_bias` are those of this rank's rows: sum them over the group,
+    like those of weights; in 16 bits each rank rounds its own, so keep these tensors in float32. Differentiable once.
+    All ranks call, and run backward, in the same order. For `torch.compile` the call is a graph break; a group of one
+    rank is `flash_attention`, also there.
 
     Raises:
         RuntimeError: as `flash_attention`; arguments that differ between ranks (compared once); a rank that does not
@@ -89,13 +90,11 @@ def ring_attention(
         ValueError: an unknown layout or method, a layout for other ranks or rows, or one whose ranges are not whole
             blocks of `block_mask`.
     """
-    request = Request("ring_attention", query, key, value, layout, key_layout, method)
-    groups = Groups(resolve_group(f"{_MODULE}.ring_attention", group), ulysses_group)
-    out, lse = request.run(groups, None, options)
-    return (out, lse) if return_lse else out
+    op, given = "ring_attention", (query, key, value)
+    groups = Groups(resolve_group(f"{_MODULE}.{op}", group), ulysses_group)
+    return _attend(op, groups, given, layout, key_layout, method, return_lse, options)
 
 
-@torch.compiler.disable
 def ulysses_attention(
     query: Tensor,
     key: Tensor,
@@ -123,13 +122,11 @@ def ulysses_attention(
     Raises:
         ValueError: fewer heads than ranks; use `ring_attention`, or both by its `ulysses_group`.
     """
-    request = Request("ulysses_attention", query, key, value, layout, key_layout, "all_gather")
-    groups = Groups(None, resolve_group(f"{_MODULE}.ulysses_attention", group))
-    out, lse = request.run(groups, None, options)
-    return (out, lse) if return_lse else out
+    op, given = "ulysses_attention", (query, key, value)
+    groups = Groups(None, resolve_group(f"{_MODULE}.{op}", group))
+    return _attend(op, groups, given, layout, key_layout, "all_gather", return_lse, options)
 
 
-@torch.compiler.disable
 def ring_attention_varlen(
     query: Tensor,
     key: Tensor,
@@ -162,13 +159,11 @@ def ring_attention_varlen(
 
     All else is as for `ring_attention`.
     """
-    request = Request("ring_attention_varlen", query, key, value, layout, key_layout, method)
-    groups = Groups(resolve_group(f"{_MODULE}.ring_attention_varlen", group), ulysses_group)
-    out, lse = request.run(groups, (cu_seqlens_q, cu_seqlens_k), options)
-    return (out, lse) if return_lse else out
+    op, given = "ring_attention_varlen", (query, key, value, cu_seqlens_q, cu_seqlens_k)
+    groups = Groups(resolve_group(f"{_MODULE}.{op}", group), ulysses_group)
+    return _attend(op, groups, given, layout, key_layout, method, return_lse, options)
 
 
-@torch.compiler.disable
 def ulysses_attention_varlen(
     query: Tensor,
     key: Tensor,
@@ -183,7 +178,27 @@ def ulysses_attention_varlen(
     **options: Unpack[VarlenOptions],
 ) -> Any:
     """`ulysses_attention` of packed sequences; arguments and results are those of `ring_attention_varlen`."""
-    request = Request("ulysses_attention_varlen", query, key, value, layout, key_layout, "all_gather")
-    groups = Groups(None, resolve_group(f"{_MODULE}.ulysses_attention_varlen", group))
-    out, lse = request.run(groups, (cu_seqlens_q, cu_seqlens_k), options)
+    op, given = "ulysses_attention_varlen", (query, key, value, cu_seqlens_q, cu_seqlens_k)
+    groups = Groups(None, resolve_group(f"{_MODULE}.{op}", group))
+    return _attend(op, groups, given, layout, key_layout, "all_gather", return_lse, options)
+
+
+def _attend(
+    op: str,
+    groups: Groups,
+    given: tuple[Tensor, ...],
+    layout: str | Layout,
+    key_layout: str | Layout | None,
+    method: str,
+    return_lse: bool,
+    options: Mapping[str, Any],
+) -> Any:
+    """given: query, key, value, and of packed sequences both cu_seqlens."""
+    if groups.sizes == (1, 1):  # also in a compiled graph
+        check_kind(op, layout)
+        check_method(op, method)
+        attend: Any = flash_attention if len(given) == 3 else flash_attention_varlen
+        return attend(*given, return_lse=return_lse, **options)
+    query, key, value, *ends = given
+    out, lse = Request(op, query, key, value, layout, key_layout, method).run(groups, tuple(ends) or None, options)
     return (out, lse) if return_lse else out

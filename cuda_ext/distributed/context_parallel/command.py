@@ -1,4 +1,5 @@
-"""`python -m cuda_ext.distributed context`: what attention costs if ranks share a sequence, without them."""
+"""`python -m cuda_ext.distributed context`: what attention costs if ranks share a sequence, without them; and the
+option `--context-ranks` of `plan`."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ import torch
 from cuda_ext.distributed.context_parallel.layout import NAMES
 from cuda_ext.distributed.context_parallel.plan import ContextPlan, plan_context
 from cuda_ext.distributed.prediction import quantities
-from cuda_ext.distributed.prediction.command import add_network, positive
-from cuda_ext.distributed.prediction.presets import PRESETS, Transformer
+from cuda_ext.distributed.prediction.command import SharedAttention, add_network, positive, preset_of
+from cuda_ext.distributed.prediction.presets import PRESETS, Preset, Transformer
 
 _EPILOG = """\
 For each number of ranks: the seconds of attention of one layer by each method, the bytes that the busiest rank sends,
@@ -31,7 +32,8 @@ example:
 
 
 def add(commands: Any) -> None:
-    """Adds the command to those of `prediction.command`."""
+    """Adds the command to those of `prediction.command`, and options to its `plan`."""
+    _add_to_plan(commands.choices["plan"])
     context = commands.add_parser(
         "context",
         help="attention of a sequence that ranks share, by each method",
@@ -70,22 +72,79 @@ def add(commands: Any) -> None:
     output.add_argument("--plot", type=Path, metavar="FILE", help="the same for the last number of ranks, as .svg")
 
 
+def _add_to_plan(plan: argparse.ArgumentParser) -> None:
+    shared = plan.add_argument_group("sequences that ranks share, of presets that have heads: docs/context_plan.md")
+    shared.add_argument(
+        "--context-ranks",
+        type=positive,
+        metavar="N",
+        help="ranks that share a sequence, of which each has --tokens rows",
+    )
+    shared.add_argument("--head-dim", type=positive, default=128, metavar="N", help="default 128")
+    shared.add_argument(
+        "--attention-flops", type=quantities.flop_rate, metavar="RATE", help="of attention (default: --flops)"
+    )
+    plan.set_defaults(attention=_of_plan)
+
+
+def _of_plan(options: argparse.Namespace) -> SharedAttention | None:
+    """Of one sequence for each group of `--context-ranks`."""
+    ranks = options.context_ranks
+    if ranks is None:
+        return None
+    if options.flops is None or options.tokens is None:
+        raise ValueError("--context-ranks: expected --flops and --tokens, the rows of a rank, got neither or one")
+    layers, heads, key_heads = _sizes(preset_of(options), options.shapes, options.head_dim)
+    length = ranks * options.tokens
+    plan = plan_context(
+        length,
+        ranks,
+        heads=heads,
+        key_heads=key_heads,
+        head_dim=options.head_dim,
+        rate=options.attention_flops or options.flops,
+        **_network(options),
+    )
+    if ranks > 1 and plan.best is None:
+        raise ValueError(f"--context-ranks: {'; '.join(plan.reasons)}")
+    best = plan.alone if plan.best is None else plan.method(plan.best)
+    shared = "one rank has" if ranks == 1 else f"{ranks} ranks share"
+    text = f"attention of each of {layers} layers, causal, {shared} {length:,} rows: {best.method}\n{plan}"
+    report = {"layers": layers, "length": length, **_report(plan)}
+    return SharedAttention(ranks, layers * best.backward, text, report)
+
+
+def _network(options: argparse.Namespace) -> dict[str, Any]:
+    names = ("bandwidth", "latency", "ranks_per_node", "node_bandwidth", "node_latency")
+    return {name: getattr(options, name) for name in names}
+
+
+def _report(plan: ContextPlan) -> dict[str, Any]:
+    """For JSON."""
+    methods = [dataclasses.asdict(method) for method in (plan.alone, *plan.methods)]
+    return {"ranks": plan.ranks, "best": plan.best, "reasons": plan.reasons, "methods": methods}
+
+
+def _sizes(preset: Preset | None, name: str, head_dim: int) -> tuple[int, int, int]:
+    """Layers, query and key heads."""
+    if not isinstance(preset, Transformer):
+        command = "python -m cuda_ext.distributed context --heads N"
+        raise ValueError(f"expected a preset that has heads, see context --help, got {name}; for others: {command}")
+    heads, key_heads = (preset.queries or preset.hidden) // head_dim, (preset.kv or preset.hidden) // head_dim
+    if heads == 0 or key_heads == 0 or heads % key_heads:
+        raise ValueError(f"--head-dim: expected that of {name}, got {head_dim}")
+    return preset.layers, heads, key_heads
+
+
 def _heads(options: argparse.Namespace) -> tuple[int, int]:
     """Query and key heads."""
     if options.model is None:
         if options.heads is None:
             raise ValueError("expected a preset or --heads, got neither")
         return options.heads, options.key_heads or options.heads
-    preset = PRESETS.get(options.model.lower())
-    if not isinstance(preset, Transformer):
-        raise ValueError(f"expected a preset that has heads, see --help, got {options.model}; or give --heads alone")
     if options.heads or options.key_heads:
         raise ValueError(f"--heads: expected no preset, got {options.model}; give one of both")
-    queries = preset.queries or preset.hidden
-    heads, key_heads = queries // options.head_dim, (preset.kv or preset.hidden) // options.head_dim
-    if heads == 0 or key_heads == 0 or heads % key_heads:
-        raise ValueError(f"--head-dim: expected that of {options.model}, got {options.head_dim}")
-    return heads, key_heads
+    return _sizes(PRESETS.get(options.model.lower()), options.model, options.head_dim)[1:]
 
 
 def _plans(options: argparse.Namespace) -> list[ContextPlan]:
@@ -108,12 +167,8 @@ def _plans(options: argparse.Namespace) -> list[ContextPlan]:
             layout=options.layout,
             rate=options.rate,
             backward_rate=options.backward_rate,
-            bandwidth=options.bandwidth,
-            latency=options.latency,
-            ranks_per_node=options.ranks_per_node,
-            node_bandwidth=options.node_bandwidth,
-            node_latency=options.node_latency,
             memory=options.memory,
+            **_network(options),
         )
         for ranks in dict.fromkeys(options.ranks)
     ]
@@ -124,16 +179,7 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError(f"--plot: expected a file name that ends in .svg, got {options.plot}")
     plans = _plans(options)
     if options.json:
-        reports = [
-            {
-                "ranks": plan.ranks,
-                "best": plan.best,
-                "reasons": plan.reasons,
-                "methods": [dataclasses.asdict(method) for method in (plan.alone, *plan.methods)],
-            }
-            for plan in plans
-        ]
-        print(json.dumps(reports, indent=2))
+        print(json.dumps([_report(plan) for plan in plans], indent=2))
     else:
         shown = [f"{plan.ranks} ranks\n{plan}" + (f"\n\n{plan.map()}" if options.map else "") for plan in plans]
         print("\n\n".join(shown))

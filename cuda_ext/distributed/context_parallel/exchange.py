@@ -2,7 +2,8 @@
 
 A transfer starts in the background: over NCCL in a stream, over gloo in a thread. Where all ranks see all keys, it is
 an all-gather, else an all-to-all of the rows that each rank sees. Gradients come back by an all-to-all, in the dtype of
-the operands; their sums are formed in the accumulation type, in the order of ranks, and rounded once.
+the operands; their sums are formed in the accumulation type, the rank's own first and the others' in the order of
+ranks, and rounded once.
 """
 
 from __future__ import annotations
@@ -68,16 +69,21 @@ class Exchange:
     ) -> Callable[[], None]:
         """Starts to send the gradients of the rows of this rank's transfer, each (keys, ...), in `dtype`.
 
-        Returns a function that waits and adds to `sums`, each (own rows, ...), what all ranks have sent.
+        Adds those of this rank's rows to `sums`, each (own rows, ...). Returns a function that waits and adds what the
+        other ranks have sent.
         """
-        places = self._places(transfers[self.rank], self.rank)
+        own = transfers[self.rank]
+        places = self._places(own, self.rank)
         with self._call.named(what, completes=False):
-            started = [(_packed(grad, [places]), self._return(transfers, grad, dtype)) for grad in grads]
+            started = [self._return(transfers, grad, dtype) for grad in grads]
+        for grad, total in zip(grads, sums):
+            for (first, end), (low, high) in zip(own.pieces[self.rank], places, strict=True):
+                total[first:end] += grad[low:high]
 
         def finish() -> None:
             with self._call.named(what):
-                for (own, received), total in zip(started, sums):
-                    self._add(transfers, own, received(), total)
+                for total in sums:
+                    self._add(transfers, started.pop(0)(), total)
 
         return finish
 
@@ -139,16 +145,13 @@ class Exchange:
         of = list(map(size, self._pieces_for_others(transfers)))
         return self._all_to_all(_packed(grad, to, dtype), list(map(size, to)), of)
 
-    def _add(self, transfers: Transfers, own: Tensor, received: Tensor, total: Tensor) -> None:
+    def _add(self, transfers: Transfers, received: Tensor, total: Tensor) -> None:
         """In the order of ranks, so that the bits do not depend on which gradients come first."""
         begin = 0
-        for rank in sorted(transfers):
+        for rank in sorted(transfers.keys() - {self.rank}):
             pieces = transfers[rank].pieces[self.rank]
-            if rank == self.rank:
-                _add_to(total, pieces, own)
-            else:
-                _add_to(total, pieces, received[begin : begin + size(pieces)])
-                begin += size(pieces)
+            _add_to(total, pieces, received[begin : begin + size(pieces)])
+            begin += size(pieces)
 
     def swap(self, rows: Tensor, to: list[int], of: list[int], what: str) -> Tensor:
         """Sends so many `rows` to each rank, in order; returns what has come, in order."""
@@ -185,12 +188,9 @@ class NoExchange:
         what: str,
     ) -> Callable[[], None]:
         (keys,) = transfers[0].pieces
-
-        def finish() -> None:
-            for grad, total in zip(grads, sums):
-                _add_to(total, keys, grad)
-
-        return finish
+        for grad, total in zip(grads, sums):
+            _add_to(total, keys, grad)
+        return lambda: None
 
 
 def _packed(rows: Tensor, ranges: Sequence[Sequence[Range]], dtype: torch.dtype | None = None) -> Tensor:

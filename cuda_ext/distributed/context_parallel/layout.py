@@ -135,18 +135,20 @@ def layout_of(
     heads: how many ranks exchange heads, see `Layout.divided`; if all do, it is the named layout of all ranks.
     name: of the argument, for errors.
     """
+    check_kind(op, layout, name)
     if isinstance(layout, str):
-        if layout not in NAMES:
-            raise ValueError(f"{op}: expected {name} {' or '.join(map(repr, NAMES))}, or a Layout, got {layout!r}")
         make = Layout.zigzag if layout == "zigzag" else Layout.contiguous
         return make(length, ranks) if heads in (1, ranks) else make(length, ranks // heads).divided(heads)
-    if not isinstance(layout, Layout):
-        raise TypeError(f"{op}: expected {name} to be a name or a Layout, got {type(layout).__name__}")
     if layout.ranks != ranks:
         raise ValueError(f"{op}: expected a {name} for the {ranks} ranks of group, got one for {layout.ranks}")
     if layout.length != length:
         raise ValueError(f"{op}: expected a {name} of {length} rows, got one of {layout.length}")
     return layout
+
+
+def check_kind(op: str, layout: str | Layout, name: str = "layout") -> None:
+    if not isinstance(layout, Layout) and layout not in NAMES:
+        raise ValueError(f"{op}: expected {name} {' or '.join(map(repr, NAMES))}, or a Layout, got {layout!r}")
 
 
 def size(ranges: Iterable[Range]) -> int:

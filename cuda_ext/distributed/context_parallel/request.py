@@ -46,6 +46,11 @@ class Groups(NamedTuple):
         return ring, heads
 
 
+def check_method(op: str, method: str) -> None:
+    if method not in METHODS:
+        raise ValueError(f"{op}: expected method {' or '.join(map(repr, METHODS))}, got {method!r}")
+
+
 class Request(NamedTuple):
     op: str
     query: Tensor
@@ -55,14 +60,14 @@ class Request(NamedTuple):
     key_layout: str | Layout | None
     method: str
 
+    @torch.compiler.disable
     def run(self, groups: Groups, ends: Ends | None, options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        rank_of_tensors = 4 if ends is None else 3
-        plain = groups.sizes == (1, 1) or any(t.dim() != rank_of_tensors for t in (self.query, self.key, self.value))
-        if plain:  # or an error, which is that of one rank
-            given = (self.query, self.key, self.value)
+        """Output and lse, over more than one rank."""
+        tensors, dims = self[1:4], 4 if ends is None else 3
+        if any(tensor.dim() != dims for tensor in tensors):  # the error of one rank
             if ends is None:
-                return flash_attention(*given, return_lse=True, **options)
-            return flash_attention_varlen(*given, *ends, return_lse=True, **options)
+                return flash_attention(*tensors, return_lse=True, **options)
+            return flash_attention_varlen(*tensors, *ends, return_lse=True, **options)
         return _Run(self._with_four_dims(), groups, ends, options).results()
 
     def _with_four_dims(self) -> Request:
@@ -167,8 +172,7 @@ class _Run:
         lengths = [layout.length for layout in self.whole]
         self.documents = (Document((0, lengths[0]), (0, lengths[1])),) if ends is None else _documents(*ends)
         self.options = _Options.of(self.op, options)
-        if request.method not in METHODS:
-            raise ValueError(f"{self.op}: expected method {' or '.join(map(repr, METHODS))}, got {request.method!r}")
+        check_method(self.op, request.method)
         self.exchanges = self._begin()
         self._check()
 

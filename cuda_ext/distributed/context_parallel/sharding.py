@@ -61,9 +61,8 @@ class SequenceSharding:
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         """`ring_attention`, or with method ``"ulysses"`` `ulysses_attention`."""
-        if self.method == "ulysses":
-            return ulysses_attention(query, key, value, group=self.group, layout=self.layout, **options)
-        return ring_attention(query, key, value, **self._of_ring(), **options)
+        attend: Any = ulysses_attention if self.method == "ulysses" else ring_attention
+        return attend(query, key, value, **self._of_group(), **options)
 
     def attention_varlen(
         self,
@@ -75,13 +74,11 @@ class SequenceSharding:
         **options: Any,
     ) -> Any:
         """`ring_attention_varlen` or `ulysses_attention_varlen`."""
-        tensors = query, key, value, cu_seqlens_q, cu_seqlens_k
-        if self.method == "ulysses":
-            return ulysses_attention_varlen(*tensors, group=self.group, layout=self.layout, **options)
-        return ring_attention_varlen(*tensors, **self._of_ring(), **options)
+        attend: Any = ulysses_attention_varlen if self.method == "ulysses" else ring_attention_varlen
+        return attend(query, key, value, cu_seqlens_q, cu_seqlens_k, **self._of_group(), **options)
 
-    def _of_ring(self) -> dict[str, Any]:
-        names = ("group", "layout", "method", "ulysses_group")
+    def _of_group(self) -> dict[str, Any]:
+        names = ("group", "layout") if self.method == "ulysses" else ("group", "layout", "method", "ulysses_group")
         return {name: getattr(self, name) for name in names}
 
     def layout_of(self, length: int) -> Layout:

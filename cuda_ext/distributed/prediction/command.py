@@ -18,7 +18,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from cuda_ext.distributed.bucketing.assignment import AUTO
 from cuda_ext.distributed.bucketing.links import ALGORITHMS
@@ -26,7 +26,7 @@ from cuda_ext.distributed.bucketing.units import MIB, byte_size, duration
 from cuda_ext.distributed.prediction import model_shapes, presets, quantities
 from cuda_ext.distributed.prediction.model_shapes import ITEMSIZE, Parameter, ShapesError
 from cuda_ext.distributed.prediction.predictor import MOST_RANKS, Prediction, Predictor
-from cuda_ext.distributed.prediction.presets import PRESETS
+from cuda_ext.distributed.prediction.presets import PRESETS, Preset
 
 _INDENT = 16 * " "
 EPILOG = f"""\
@@ -55,7 +55,8 @@ multiplies in a quarter of the cases, as with 2 experts of 8. For convolutions g
 often they are applied; presets do, and count an image as a token.
 The exposed time is how much longer the all-reduces make a step; efficiency is the time of forward (half of backward)
 and backward, divided by that of a step. docs/buckets.md describes the model.
-For sequences that ranks share, see python -m cuda_ext.distributed context --help.
+With --context-ranks, so many ranks share each sequence, and attention, which is not counted otherwise, is part of
+backward. For its methods alone, see python -m cuda_ext.distributed context --help.
 
 Units are case-insensitive, except that b is a bit and B a byte: 100gbit, 100Gb/s, 12.5GB/s, 0us, 25mib.
 
@@ -63,6 +64,15 @@ example:
   python -m cuda_ext.distributed plan llama-8b --ranks 64 1024 --bandwidth 400Gbit --latency 5us \\
       --flops 400T --tokens 8192 --plot plan.png
 """
+
+
+class SharedAttention(NamedTuple):
+    """Attention of all layers over sequences that ranks share."""
+
+    ranks: int
+    backward: float  # seconds
+    text: str
+    report: dict[str, Any]
 
 
 class Parser(argparse.ArgumentParser):
@@ -92,7 +102,8 @@ def fraction(text: str) -> float:
 
 
 def parser(others: Sequence[Callable[[Any], None]] = ()) -> Parser:
-    """others: add commands to what `add_subparsers` returns, with the function of each as `run`."""
+    """others: add commands to what `add_subparsers` returns, with the function of each as `run`, and options to `plan`,
+    whose `attention` is called with the options and returns a `SharedAttention` or None."""
     main = Parser(prog="python -m cuda_ext.distributed", description=__doc__.splitlines()[0] if __doc__ else None)
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND")
     plan = commands.add_parser(
@@ -102,9 +113,7 @@ def parser(others: Sequence[Callable[[Any], None]] = ()) -> Parser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    plan.set_defaults(run=run_plan)
-    for add in others:
-        add(commands)
+    plan.set_defaults(run=run_plan, attention=lambda options: None)
     plan.add_argument("shapes", metavar="MODEL_SHAPES", help="a file or a preset, see below")
     model = plan.add_argument_group("the model")
     for name in presets.SIZES:
@@ -133,6 +142,8 @@ def parser(others: Sequence[Callable[[Any], None]] = ()) -> Parser:
         metavar="FILE",
         help=f"one pass, and exposed time up to {MOST_RANKS} ranks (.png .svg .pdf)",
     )
+    for add in others:
+        add(commands)
     return main
 
 
@@ -198,14 +209,27 @@ def _add_computing(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--seed", type=int, default=0, help="of the jitter (default 0)")
 
 
-def _parameters(options: argparse.Namespace) -> list[Parameter]:
-    given = {name: getattr(options, name) for name in presets.SIZES if getattr(options, name) is not None}
+def preset_of(options: argparse.Namespace) -> Preset | None:
+    """The preset that is named, with the sizes that are given instead of its own."""
     preset = PRESETS.get(options.shapes.lower())
+    if preset is None:
+        return None
+    given = _given_sizes(options)
+    for name in given:
+        if not hasattr(preset, name):
+            raise ShapesError(f"--{name}: expected a preset that has it, got {options.shapes}; leave it out")
+    return dataclasses.replace(preset, **given)
+
+
+def _given_sizes(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in presets.SIZES if getattr(options, name) is not None}
+
+
+def _parameters(options: argparse.Namespace) -> list[Parameter]:
+    preset = preset_of(options)
     if preset is not None:
-        for name in given:
-            if not hasattr(preset, name):
-                raise ShapesError(f"--{name}: expected a preset that has it, got {options.shapes}; leave it out")
-        return dataclasses.replace(preset, **given).parameters()
+        return preset.parameters()
+    given = _given_sizes(options)
     if given:
         raise ShapesError(f"--{min(given)}: expected a preset to change, such as llama-8b, got {options.shapes}")
     path = Path(options.shapes)
@@ -251,7 +275,10 @@ def run_plan(options: argparse.Namespace) -> int:
 
         plot.check(options.plot)
     parameters = _parameters(options)
-    predictor = Predictor(options, parameters)
+    attention: SharedAttention | None = options.attention(options)
+    if attention is not None and any(ranks % attention.ranks for ranks in options.ranks):
+        raise ValueError(f"--ranks: expected multiples of --context-ranks {attention.ranks}, got {options.ranks}")
+    predictor = Predictor(options, parameters, attention.backward if attention else 0.0)
     cases = itertools.product(dict.fromkeys(options.ranks), dict.fromkeys(options.buckets))
     predictions = [predictor.predict(ranks, bucket) for ranks, bucket in cases]
     count, size = sum(p.numel for p in parameters), sum(p.bytes(options.wire) for p in parameters)
@@ -263,6 +290,7 @@ def run_plan(options: argparse.Namespace) -> int:
             "tensors": len(parameters),
             "bytes": size,
             "backward_seconds": predictor.backward_seconds,
+            "attention": attention.report if attention else None,
             "predictions": [prediction.as_dict() for prediction in predictions],
         }
         print(json.dumps(report, indent=2))
@@ -270,8 +298,11 @@ def run_plan(options: argparse.Namespace) -> int:
         print(
             f"{options.shapes}: {count:,} parameters in {len(parameters)} tensors"
             f"{f' ({looked_up:,} only looked up)' if looked_up else ''}, {byte_size(size)} of gradients; "
-            f"backward takes {duration(predictor.backward_seconds)}\n"
+            f"backward takes {duration(predictor.backward_seconds)}"
+            f"{f', of which attention {duration(attention.backward)}' if attention else ''}\n"
         )
+        if attention is not None:
+            print(f"{attention.text}\n")
         print(table(predictions))
     if options.plot is not None:
         shown = [prediction for prediction in predictions if prediction.ranks == options.ranks[-1]]

@@ -57,11 +57,12 @@ class Prediction:
 
 
 class Predictor:
-    """Predictions for one model on one kind of cluster. ``options``: the arguments of the command."""
+    """Predictions for one model on one kind of cluster. ``options``: the arguments of the command. ``attention``: its
+    seconds in backward, which are spread over it."""
 
-    def __init__(self, options: argparse.Namespace, parameters: Sequence[Parameter]) -> None:
+    def __init__(self, options: argparse.Namespace, parameters: Sequence[Parameter], attention: float = 0.0) -> None:
         self._options = options
-        self.backward_seconds = _backward_seconds(options, parameters)
+        self.backward_seconds = _backward_seconds(options, parameters) + attention
         wire = options.wire
         self.gradients = [
             Gradient(p.name, p.bytes(wire), self.backward_seconds * part, wire or p.dtype)
