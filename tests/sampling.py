@@ -25,9 +25,7 @@ GENERATED = "_build_info.py"
 CHECKS = ("races", "nvcc's ops", "nvcc's code for sm_75", "nvcc's primitives", "machine code")
 ONE_IN = 10  # slow tests: as many as fit into 20 minutes
 EVERY_VALUE = "every value"
-MOST_CASES = (
-    16  # a test with more combinations of parameters is sampled by EVERY_VALUE unless its marker says otherwise
-)
+MOST_CASES = 8  # a test with more combinations of parameters is sampled by EVERY_VALUE unless its marker says otherwise
 MARKER = (
     "sampled(cases=N or 'every value', slow=True, check='races', full=True): without --full run only N random "
     "combinations of the parameters, or as many as contain every value of every parameter, on each backend; only one "

@@ -77,13 +77,14 @@ class Sent:
 
     @contextlib.contextmanager
     def count(self) -> Iterator[None]:
-        original = dist.all_gather_into_tensor
+        name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # since torch 2.15
+        original = getattr(dist, name)
 
         def counted(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
             self.bytes.append(input.nbytes)
             return original(output, input, *args, **kwargs)
 
-        with mock.patch.object(dist, "all_gather_into_tensor", counted):
+        with mock.patch.object(dist, name, counted):
             yield
 
 

@@ -14,12 +14,13 @@ from cuda_ext._watch import agreed_name
 
 def resolve_group(caller: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """``group``, or the default group; RuntimeError if it does not exist or this process is not in it."""
-    if not dist.is_initialized():
+    world = dist.group.WORLD
+    if world is None:
         raise RuntimeError(
             f"{caller}: expected an initialised process group, got none; call torch.distributed.init_process_group() "
             "first, in a program started by torchrun, which sets rank and world size"
         )
-    resolved = dist.group.WORLD if group is None else group
+    resolved = world if group is None else group
     if not isinstance(resolved, dist.ProcessGroup):
         raise RuntimeError(f"{caller}: expected a process group that contains this process, got {resolved!r}")
     return resolved

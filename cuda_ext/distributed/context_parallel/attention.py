@@ -22,14 +22,12 @@ from torch import Tensor
 
 from cuda_ext._attention_options import Options, VarlenOptions
 from cuda_ext.attention import flash_attention, flash_attention_varlen
-from cuda_ext.distributed.context_parallel.layout import Layout, check_kind
-from cuda_ext.distributed.context_parallel.request import Groups, Request, check_method
+from cuda_ext.distributed.context_parallel.layout import NAMES, Layout, check_kind
+from cuda_ext.distributed.context_parallel.request import METHODS, Groups, Request, check_method
 from cuda_ext.distributed.process_groups import resolve_group
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-_MODULE = "cuda_ext.distributed.context_parallel"
 
 
 def ring_attention(
@@ -90,9 +88,11 @@ def ring_attention(
         ValueError: an unknown layout or method, a layout for other ranks or rows, or one whose ranges are not whole
             blocks of `block_mask`.
     """
-    op, given = "ring_attention", (query, key, value)
-    groups = Groups(resolve_group(f"{_MODULE}.{op}", group), ulysses_group)
-    return _attend(op, groups, given, layout, key_layout, method, return_lse, options)
+    group = resolve_group("cuda_ext.distributed.context_parallel.ring_attention", group)
+    if group.size() == 1 and ulysses_group is None and layout in NAMES and method in METHODS:
+        return flash_attention(query, key, value, return_lse=return_lse, **options)
+    groups, given = Groups(group, ulysses_group), (query, key, value)
+    return _attend("ring_attention", groups, given, layout, key_layout, method, return_lse, options)
 
 
 def ulysses_attention(
@@ -122,9 +122,11 @@ def ulysses_attention(
     Raises:
         ValueError: fewer heads than ranks; use `ring_attention`, or both by its `ulysses_group`.
     """
-    op, given = "ulysses_attention", (query, key, value)
-    groups = Groups(None, resolve_group(f"{_MODULE}.{op}", group))
-    return _attend(op, groups, given, layout, key_layout, "all_gather", return_lse, options)
+    group = resolve_group("cuda_ext.distributed.context_parallel.ulysses_attention", group)
+    if group.size() == 1 and layout in NAMES:
+        return flash_attention(query, key, value, return_lse=return_lse, **options)
+    groups, given = Groups(None, group), (query, key, value)
+    return _attend("ulysses_attention", groups, given, layout, key_layout, "all_gather", return_lse, options)
 
 
 def ring_attention_varlen(
@@ -159,9 +161,11 @@ def ring_attention_varlen(
 
     All else is as for `ring_attention`.
     """
-    op, given = "ring_attention_varlen", (query, key, value, cu_seqlens_q, cu_seqlens_k)
-    groups = Groups(resolve_group(f"{_MODULE}.{op}", group), ulysses_group)
-    return _attend(op, groups, given, layout, key_layout, method, return_lse, options)
+    group = resolve_group("cuda_ext.distributed.context_parallel.ring_attention_varlen", group)
+    if group.size() == 1 and ulysses_group is None and layout in NAMES and method in METHODS:
+        return flash_attention_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, return_lse=return_lse, **options)
+    groups, given = Groups(group, ulysses_group), (query, key, value, cu_seqlens_q, cu_seqlens_k)
+    return _attend("ring_attention_varlen", groups, given, layout, key_layout, method, return_lse, options)
 
 
 def ulysses_attention_varlen(
@@ -178,9 +182,11 @@ def ulysses_attention_varlen(
     **options: Unpack[VarlenOptions],
 ) -> Any:
     """`ulysses_attention` of packed sequences; arguments and results are those of `ring_attention_varlen`."""
-    op, given = "ulysses_attention_varlen", (query, key, value, cu_seqlens_q, cu_seqlens_k)
-    groups = Groups(None, resolve_group(f"{_MODULE}.{op}", group))
-    return _attend(op, groups, given, layout, key_layout, "all_gather", return_lse, options)
+    group = resolve_group("cuda_ext.distributed.context_parallel.ulysses_attention_varlen", group)
+    if group.size() == 1 and layout in NAMES:
+        return flash_attention_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, return_lse=return_lse, **options)
+    groups, given = Groups(None, group), (query, key, value, cu_seqlens_q, cu_seqlens_k)
+    return _attend("ulysses_attention_varlen", groups, given, layout, key_layout, "all_gather", return_lse, options)
 
 
 def _attend(
@@ -193,8 +199,8 @@ def _attend(
     return_lse: bool,
     options: Mapping[str, Any],
 ) -> Any:
-    """given: query, key, value, and of packed sequences both cu_seqlens."""
-    if groups.sizes == (1, 1):  # also in a compiled graph
+    """In general. given: query, key, value, and of packed sequences both cu_seqlens."""
+    if groups.sizes == (1, 1):
         check_kind(op, layout)
         check_method(op, method)
         attend: Any = flash_attention if len(given) == 3 else flash_attention_varlen
