@@ -77,7 +77,8 @@ class Sent:
 
     @contextlib.contextmanager
     def count(self) -> Iterator[None]:
-        name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # since torch 2.15
+        since_2_15 = hasattr(dist, "all_gather_single")
+        name = "all_gather_single" if since_2_15 else "all_gather_into_tensor"
         original = getattr(dist, name)
 
         def counted(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
