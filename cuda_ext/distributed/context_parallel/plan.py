@@ -240,7 +240,8 @@ def _ring(attention: _Attention, layout: Layout, method: str, heads: tuple[int, 
         for backward in (False, True):
             every = (w.seconds(shape, cluster, count * group, backward=backward, merges=merges) for w in work)
             computes[backward].append(max(every))
-    memory = shape.saved_bytes(most, *heads) + int(largest * (3 + shape.sum_bytes / shape.dtype.itemsize))
+    # Backward has a step's keys, the next one's, the sums of gradients, and the last step's, sent and received.
+    memory = shape.saved_bytes(most, *heads) + int(largest * (4 + shape.sum_bytes / shape.dtype.itemsize))
     if merges:
         memory += shape.batch * most * sum(heads) * shape.both * shape.sum_bytes
     return MethodPlan(
