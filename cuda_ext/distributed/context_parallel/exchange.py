@@ -114,6 +114,9 @@ class Exchange:
 
         def finish() -> Tensor:
             others = received()
+            sources = [rank for rank, pieces in enumerate(own.pieces) if pieces]
+            if len(sources) == 1:  # in order, as a rank's rows are
+                return _packed(rows, [own.pieces[self.rank]]) if sources == [self.rank] else others
             result = rows.new_empty(size(own.keys), *rows.shape[1:])
             begin = 0
             for rank, pieces in enumerate(own.pieces):
@@ -177,7 +180,7 @@ class NoExchange:
 
     def start(self, transfers: Transfers, tensors: Sequence[Tensor], what: str) -> Callable[[], list[Tensor]]:
         (keys,) = transfers[0].pieces
-        return lambda: [torch.cat([rows[:0], *(rows[first:end] for first, end in keys)]) for rows in tensors]
+        return lambda: [_packed(rows, [keys]) for rows in tensors]
 
     def give_back(
         self,
@@ -194,8 +197,14 @@ class NoExchange:
 
 
 def _packed(rows: Tensor, ranges: Sequence[Sequence[Range]], dtype: torch.dtype | None = None) -> Tensor:
-    parts = [rows[:0], *(rows[first:end] for of_rank in ranges for first, end in of_rank)]
-    return torch.cat([part.to(dtype or rows.dtype) for part in parts])
+    """The rows of all ranges, one after the other; a view if they are so already."""
+    parts: list[Range] = []
+    for first, end in (part for of_rank in ranges for part in of_rank):
+        if parts and parts[-1][1] == first:
+            first = parts.pop()[0]
+        parts.append((first, end))
+    packed = [rows[first:end].to(dtype or rows.dtype) for first, end in parts or [(0, 0)]]
+    return packed[0].contiguous() if len(packed) == 1 else torch.cat(packed)
 
 
 def _add_to(total: Tensor, pieces: Sequence[Range], rows: Tensor) -> None:
