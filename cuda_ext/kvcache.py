@@ -227,6 +227,12 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     if out_b.dtype != out_a.dtype:
         wanted = f"expected out_b of dtype {out_a.dtype} to match out_a"
         raise RuntimeError(f"{NAMESPACE}::{op}: {wanted}, got {out_b.dtype}")
+    weight_a, weight_b, lse = weights_of_parts(lse_a, lse_b)
+    return (weight_a * out_a + weight_b * out_b).to(out_a.dtype), lse
+
+
+def weights_of_parts(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `merge_attention` multiplies the outputs by, each `(B, S, H, 1)` or `(total, H, 1)`, and the lse of both."""
     # A shift of 0 for rows without keys, and a sum of 1, keep NaN out of values and gradients.
     largest = torch.maximum(lse_a, lse_b).detach()
     shift = torch.where(largest == -torch.inf, 0.0, largest)
@@ -235,5 +241,4 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     is_empty = total == 0
     total = torch.where(is_empty, 1.0, total)
     weight_a, weight_b = ((share / total).transpose(-1, -2).unsqueeze(-1) for share in (share_a, share_b))
-    out = (weight_a * out_a + weight_b * out_b).to(out_a.dtype)
-    return out, torch.where(is_empty, -torch.inf, shift + total.log())
+    return weight_a, weight_b, torch.where(is_empty, -torch.inf, shift + total.log())

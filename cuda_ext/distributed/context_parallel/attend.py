@@ -23,7 +23,7 @@ from cuda_ext.distributed.context_parallel.exchange import Exchange, NoExchange
 from cuda_ext.distributed.context_parallel.layout import Range, size
 from cuda_ext.distributed.context_parallel.masked import MaskedProblem, mask_of_heads
 from cuda_ext.distributed.context_parallel.parts import Part, Problem, Transfers, from_one, gathered, window_of
-from cuda_ext.kvcache import merge_attention
+from cuda_ext.kvcache import weights_of_parts
 
 _forward_op = ops.flash_attention_forward.default
 _backward_op = ops.flash_attention_backward.default
@@ -250,13 +250,16 @@ def _forward(call: Call, tensors: Tensors) -> tuple[Tensor, Tensor]:
     lse = query.new_full((batch, heads, rows), -torch.inf, dtype=type_)
     for step, keys, values in _transferred(call, tensors, "keys and values"):
         for part in step.transfers[call.exchange.rank].parts:
-            found = _attend(call, tensors, part, step.heads, keys, values)
+            part_out, part_lse = _attend(call, tensors, part, step.heads, keys, values)
             there = slice(*part.rows)
             own_out, own_lse = out[:, there, step.heads.queries], lse[:, step.heads.queries, there]
-            if not call.from_all:
-                found = merge_attention(own_out, own_lse, *found)
-            own_out.copy_(found[0])
-            own_lse.copy_(found[1])
+            if call.from_all:
+                own_out.copy_(part_out)
+            else:
+                weight, part_weight, part_lse = weights_of_parts(own_lse, part_lse)
+                own_out.mul_(weight).addcmul_(part_out, part_weight)
+            own_lse.copy_(part_lse)
+            del part_out, part_lse
         del keys, values
     if not call.from_all:
         if tensors.sinks is not None:

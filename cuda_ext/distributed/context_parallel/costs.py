@@ -92,8 +92,8 @@ class Work(NamedTuple):
         item, of_sum = shape.dtype.itemsize, shape.sum_bytes
         if backward:
             dim, passes = shape.head_dim, _BACKWARD_BYTES + item + 2 * (of_sum if merges else item)
-        else:  # merging converts, reads both, writes and copies
-            dim, passes = shape.value_dim, item + of_sum + 3 * of_sum + 2 * of_sum if merges else 2 * item
+        else:  # merging reads and writes the sum twice, and reads the part
+            dim, passes = shape.value_dim, item + (1 + 5) * of_sum if merges else 2 * item
         moved = self.rows * heads * shape.batch * dim * passes
         rate = cluster.backward_rate if backward else cluster.forward_rate
         return max(self.calls * _CALL_SECONDS, multiplied / rate + moved / cluster.memory_rate)
