@@ -13,6 +13,7 @@ import pytest
 from conftest import ROOT
 
 import cuda_ext
+from cuda_ext.distributed import context_parallel
 
 sys.path.insert(0, str(ROOT / "tools"))
 import build_docs
@@ -93,6 +94,13 @@ def test_names_in_the_figures_exist() -> None:
     assert not {word for word in words - files if not set(word.strip(".").split(".")) <= known}
 
 
+def test_every_page_is_in_the_menu_of_the_site() -> None:
+    sources = {*DOCS.rglob("*.md"), *(ROOT / name for name in build_docs.MOVED)} - {ROOT / "README.md"}
+    pages = {build_docs.page_of(source).relative_to(build_docs.PAGES).with_suffix("").as_posix() for source in sources}
+    entries = [entry.rpartition("<")[2].rstrip(">") for chapter in build_docs.CONTENTS.values() for entry in chapter]
+    assert sorted(entries) == sorted({*pages, *(f"api/{name}" for name in build_docs.API)})
+
+
 @pytest.mark.sampled
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(
@@ -102,7 +110,12 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     pages = {path.relative_to(tmp_path).with_suffix("").as_posix() for path in tmp_path.rglob("*.html")}
     assert {"index", "overview", "architecture", "support", *(f"api/{name}" for name in build_docs.API)} <= pages
-    for page, module in (("ops", cuda_ext), ("nn", cuda_ext.nn), ("distributed", cuda_ext.distributed)):
+    for page, module in (
+        ("ops", cuda_ext),
+        ("nn", cuda_ext.nn),
+        ("distributed", cuda_ext.distributed),
+        ("context_parallel", context_parallel),
+    ):
         text = (tmp_path / "api" / f"{page}.html").read_text()
         public = [name for name in module.__all__ if callable(getattr(module, name))]
         assert len(public) >= 3 and not [name for name in public if f'id="{module.__name__}.{name}"' not in text]

@@ -67,6 +67,11 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
     "tuning": ("Tuning", "``cuda_ext.tuning``: measured plans of products.", {"cuda_ext.tuning": ()}),
     "nn": ("Modules", "Modules of ``cuda_ext.nn``.", {"cuda_ext.nn": ()}),
     "distributed": ("Data parallelism", "``cuda_ext.distributed``.", {"cuda_ext.distributed": ()}),
+    "context_parallel": (
+        "Context parallelism",
+        "``cuda_ext.distributed.context_parallel``: attention over sequences that ranks share.",
+        {"cuda_ext.distributed.context_parallel": ()},
+    ),
     "bucket": ("Buckets", "``cuda_ext.bucket``: many tensors in one flat buffer.", {"cuda_ext.bucket": ()}),
     "compat": (
         "flash-attn's functions",
@@ -75,6 +80,7 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
             "cuda_ext.compat": ("install", "uninstall"),
             "cuda_ext.compat.flash_attn": (),
             "cuda_ext.compat.flash_attn.bert_padding": (),
+            "cuda_ext.compat.flash_attn.layers.rotary": (),
             "cuda_ext.compat.flash_attn_interface": (),
         },
     ),
@@ -101,6 +107,8 @@ CONTENTS = {
         "experts",
         "fp8",
         "masks",
+        "context_parallel",
+        "context_plan",
         "distributed",
         "buckets",
         "faults",
