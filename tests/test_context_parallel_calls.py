@@ -170,8 +170,15 @@ def test_one_rank_is_compiled_in_one_graph() -> None:
         call: Any = functools.partial(attend, causal=True)
         compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(*given), expected(*given, causal=True), rtol=0, atol=0)
-        with pytest.raises(ValueError, match="expected layout 'zigzag' or 'contiguous', or a Layout, got 'zig'"):
-            attend(*given, layout="zig")
+        for name in ("layout", "key_layout"):
+            for wrong, message in (
+                ("zig", f"expected {name} 'zigzag' or 'contiguous', or a Layout, got 'zig'"),
+                (Layout.zigzag(8, 2), f"expected a {name} for the 1 ranks of group, got one for 2"),
+                (Layout.zigzag(9, 1), f"expected a {name} of 8 rows, got one of 9"),
+            ):
+                with pytest.raises(ValueError, match=message):
+                    attend(*given, **{name: wrong})
+        torch.testing.assert_close(attend(*given, layout=Layout.zigzag(8, 1)), expected(*given), rtol=0, atol=0)
 
 
 @on_ranks(2)

@@ -22,12 +22,16 @@ from torch import Tensor
 
 from cuda_ext._attention_options import Options, VarlenOptions
 from cuda_ext.attention import flash_attention, flash_attention_varlen
-from cuda_ext.distributed.context_parallel.layout import NAMES, Layout, check_kind
+from cuda_ext.distributed.context_parallel.layout import NAMES, Layout, check_kind, layout_of
 from cuda_ext.distributed.context_parallel.request import METHODS, Groups, Request, check_method
 from cuda_ext.distributed.process_groups import resolve_group
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+# One rank returns early: after a kernel each further call of Python costs it microseconds. What is not one of these
+# names goes on to its error.
+OR_NONE = (None, *NAMES)
 
 
 def ring_attention(
@@ -89,10 +93,10 @@ def ring_attention(
             blocks of `block_mask`.
     """
     group = resolve_group("cuda_ext.distributed.context_parallel.ring_attention", group)
-    if group.size() == 1 and ulysses_group is None and layout in NAMES and method in METHODS:
+    if group.size() == 1 and ulysses_group is None and layout in NAMES and key_layout in OR_NONE and method in METHODS:
         return flash_attention(query, key, value, return_lse=return_lse, **options)
     groups, given = Groups(group, ulysses_group), (query, key, value)
-    return _attend("ring_attention", groups, given, layout, key_layout, method, return_lse, options)
+    return _over_ranks("ring_attention", groups, given, layout, key_layout, method, return_lse, options)
 
 
 def ulysses_attention(
@@ -123,10 +127,10 @@ def ulysses_attention(
         ValueError: fewer heads than ranks; use `ring_attention`, or both by its `ulysses_group`.
     """
     group = resolve_group("cuda_ext.distributed.context_parallel.ulysses_attention", group)
-    if group.size() == 1 and layout in NAMES:
+    if group.size() == 1 and layout in NAMES and key_layout in OR_NONE:
         return flash_attention(query, key, value, return_lse=return_lse, **options)
     groups, given = Groups(None, group), (query, key, value)
-    return _attend("ulysses_attention", groups, given, layout, key_layout, "all_gather", return_lse, options)
+    return _over_ranks("ulysses_attention", groups, given, layout, key_layout, "all_gather", return_lse, options)
 
 
 def ring_attention_varlen(
@@ -162,10 +166,10 @@ def ring_attention_varlen(
     All else is as for `ring_attention`.
     """
     group = resolve_group("cuda_ext.distributed.context_parallel.ring_attention_varlen", group)
-    if group.size() == 1 and ulysses_group is None and layout in NAMES and method in METHODS:
+    if group.size() == 1 and ulysses_group is None and layout in NAMES and key_layout in OR_NONE and method in METHODS:
         return flash_attention_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, return_lse=return_lse, **options)
     groups, given = Groups(group, ulysses_group), (query, key, value, cu_seqlens_q, cu_seqlens_k)
-    return _attend("ring_attention_varlen", groups, given, layout, key_layout, method, return_lse, options)
+    return _over_ranks("ring_attention_varlen", groups, given, layout, key_layout, method, return_lse, options)
 
 
 def ulysses_attention_varlen(
@@ -183,13 +187,13 @@ def ulysses_attention_varlen(
 ) -> Any:
     """`ulysses_attention` of packed sequences; arguments and results are those of `ring_attention_varlen`."""
     group = resolve_group("cuda_ext.distributed.context_parallel.ulysses_attention_varlen", group)
-    if group.size() == 1 and layout in NAMES:
+    if group.size() == 1 and layout in NAMES and key_layout in OR_NONE:
         return flash_attention_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, return_lse=return_lse, **options)
     groups, given = Groups(None, group), (query, key, value, cu_seqlens_q, cu_seqlens_k)
-    return _attend("ulysses_attention_varlen", groups, given, layout, key_layout, "all_gather", return_lse, options)
+    return _over_ranks("ulysses_attention_varlen", groups, given, layout, key_layout, "all_gather", return_lse, options)
 
 
-def _attend(
+def _over_ranks(
     op: str,
     groups: Groups,
     given: tuple[Tensor, ...],
@@ -199,10 +203,16 @@ def _attend(
     return_lse: bool,
     options: Mapping[str, Any],
 ) -> Any:
-    """In general. given: query, key, value, and of packed sequences both cu_seqlens."""
+    """given: query, key, value, and of packed sequences both cu_seqlens."""
     if groups.sizes == (1, 1):
-        check_kind(op, layout)
         check_method(op, method)
+        for name, each, tensor in (
+            ("layout", layout, given[0]),
+            ("key_layout", layout if key_layout is None else key_layout, given[1]),
+        ):
+            check_kind(op, each, name)
+            if isinstance(each, Layout) and tensor.dim() in (3, 4):  # other dims are an error of flash_attention
+                layout_of(op, each, 1, tensor.shape[-3], name=name)
         attend: Any = flash_attention if len(given) == 3 else flash_attention_varlen
         return attend(*given, return_lse=return_lse, **options)
     query, key, value, *ends = given
