@@ -16,12 +16,13 @@ from cuda_ext._checks import autocasts, dtype_name, expected, is_transformed, sh
 from cuda_ext._expert_parallel import check_share, on_their_ranks
 from cuda_ext._expert_products import both_of_groups, multiply_groups, row_alignment, sum_groups
 from cuda_ext._expert_routes import Routes, sort, sum_dtype
-from cuda_ext._fp8_recipes import EXPERTS_RECIPES
+from cuda_ext._fp8_recipes import checked_experts_recipe
 from cuda_ext._fp8_weights import keeps
 from cuda_ext._gemm import gemm
 from cuda_ext._grouped_mm import grouped_mm
 from cuda_ext._load import ops
 from cuda_ext._rules.gemm_fakes import needs_preact
+from cuda_ext._shapes import in_shape
 from cuda_ext._slot_write import writes_to_slot
 
 __all__ = ["Gate", "mixture_of_experts"]
@@ -188,7 +189,7 @@ def _compute(
         out = _compute_here(mlps, tokens, ids, weights)
     else:
         out = on_their_ranks(partial(_compute_here, mlps), experts, group, tokens, ids, weights)
-    return out.reshape(input.shape)
+    return in_shape(out, input.shape)
 
 
 def _as_matrix(tensor: Tensor) -> Tensor:
@@ -347,8 +348,7 @@ def _sums(rows: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
 
 def _check(input: Tensor, expert_ids: Tensor, expert_weights: Tensor, mlps: _Mlps) -> None:
     activation, gated, fp8, _, w_up, w_down, b_up, b_down = mlps
-    if fp8 not in (None, *EXPERTS_RECIPES):
-        raise _expected(f"fp8 None or {' or '.join(map(repr, EXPERTS_RECIPES))}, recipes of experts, got {fp8!r}")
+    checked_experts_recipe(fp8)
     if fp8 is not None and input.dtype == torch.float64:
         raise _expected("input of float32, float16 or bfloat16 with fp8, got float64")
     if not callable(activation) and activation not in ACTIVATIONS:

@@ -95,3 +95,12 @@ def checked_recipe(name: str) -> str:
     if name not in BY_NAME:
         raise RuntimeError(f"{NAMESPACE}::fp8: expected a recipe of {', '.join(RECIPES)}, got {name!r}")
     return name
+
+
+def checked_experts_recipe(name: str | None) -> str | None:
+    if name not in (None, *EXPERTS_RECIPES):
+        known = " or ".join(map(repr, EXPERTS_RECIPES))
+        raise RuntimeError(
+            f"{NAMESPACE}::mixture_of_experts: expected fp8 None or {known}, recipes of experts, got {name!r}"
+        )
+    return name

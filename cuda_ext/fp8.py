@@ -39,6 +39,7 @@ from cuda_ext._fp8_weights import exports, keeps, multiply, unchanged_weights
 from cuda_ext._gathered_weights import GatheredWeight, gather, is_gathered, reason_not_to_gather
 from cuda_ext._load import ops
 from cuda_ext._quantize import quantize, quantize_both
+from cuda_ext._shapes import in_shape
 from cuda_ext._slot_write import writes_to_slot
 from cuda_ext._toolchain import NAMESPACE
 
@@ -253,7 +254,7 @@ def linear(
     of_input = input_activation, input_gated
     options = _LinearOptions(recipe, dtype, saves_rows, keeps(weight), stochastic_gradients, *of_input)
     out = _Linear.apply(rows, weight, bias, gathered, options)[0]
-    return out.view(*input.shape[:-1], weight.shape[0])
+    return in_shape(out, (*input.shape[:-1], weight.shape[0]))
 
 
 def _jagged_linear(input: Any, weight: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:

@@ -8,6 +8,7 @@ import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cuda_ext import BlockMask
 from cuda_ext._activations import ACTIVATIONS
-from cuda_ext.nn import MLP, GatedMLP, Linear, RotaryEmbedding, SelfAttention, separated
+from cuda_ext.nn import MLP, GatedMLP, Linear, MixtureOfExperts, RotaryEmbedding, SelfAttention, separated
 from cuda_ext.testing import assert_close_to_reference, reference_attention
 
 
@@ -445,6 +446,13 @@ def test_construction_errors() -> None:
         (Linear, "activation", "gelo", f"{EXPECTED_ACTIVATION}, got 'gelo'"),
         (MLP, "activation", "swish", f"{EXPECTED_ACTIVATION}, got 'swish'"),
         (GatedMLP, "activation", "", f"{EXPECTED_ACTIVATION}, got ''"),
+        (Linear, "fp8", "rowise", "got 'rowise'"),
+        (
+            partial(MixtureOfExperts, experts=4, top_k=2),
+            "fp8",
+            "rowwise",
+            "'rowwise_with_gw_hp' or 'blockwise', recipes of",
+        ),
         (SelfAttention, "window", 3, "None or (left, right), each a number of keys or None, got 3"),
         (SelfAttention, "window", (-3, 0), "window left to be >= 0 or None (unbounded), got -3"),
         (SelfAttention, "scale", math.nan, "a finite scale, got nan"),
@@ -517,6 +525,29 @@ def test_rotary_takes_any_length_in_a_compiled_model() -> None:
     for length in (3, 10, 6, 40):
         x = torch.randn(1, length, 2, 8)
         torch.testing.assert_close(compiled(x), RotaryEmbedding(8)(x))
+
+
+@pytest.mark.parametrize("fp8", [None, "blockwise"])
+@pytest.mark.parametrize("shape", [(32,), (6, 32), (2, 3, 32)])
+def test_outputs_are_no_views(shape: tuple[int, ...], fp8: str | None) -> None:
+    """A hook on a view is lost when that is changed in place."""
+    layers = [
+        Linear(32, 32, fp8=fp8),
+        MLP(32, 64, fp8=fp8),
+        GatedMLP(32, 64, fp8=fp8),
+        MixtureOfExperts(32, 32, 4, 2, fp8=fp8),
+        MixtureOfExperts(32, 32, 4, 2, shared_hidden_features=32, fp8=fp8),
+    ]
+    if len(shape) == 3:
+        layers.append(SelfAttention(32, 2))
+    for layer in layers:
+        x = torch.randn(shape, requires_grad=True)
+        out = layer(x)
+        assert out.shape == x.shape and not out._is_view()
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        out = layer(x)
+        out.mul_(2.0)
+        torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], 2.0 * grad)
 
 
 def test_under_autocast() -> None:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from cuda_ext._activations import ACTIVATIONS, NAMES, listed
 from cuda_ext._expert_parallel import shares
 from cuda_ext._experts import mixture_of_experts
-from cuda_ext._fp8_recipes import EXPERTS_RECIPES
+from cuda_ext._fp8_recipes import EXPERTS_RECIPES, checked_experts_recipe
 from cuda_ext._gemm import gemm
+from cuda_ext._shapes import in_shape
 from cuda_ext.fp8 import ConvertibleLayer, convertible_layers
 from cuda_ext.nn.linear import MLP, GatedMLP
 
@@ -203,7 +204,7 @@ class Experts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.fp8 = fp8
+        self.fp8 = checked_experts_recipe(fp8)
         if activation not in ACTIVATIONS:
             raise RuntimeError(
                 f"MixtureOfExperts: expected activation {listed(NAMES, 'or')} or None, got {activation!r}"
@@ -359,7 +360,7 @@ class MixtureOfExperts(nn.Module):
     ) -> Tensor | tuple[Tensor, RouterLosses]:
         tokens = input.reshape(-1, input.shape[-1])
         logits, weights, ids = self.gate(tokens)
-        out = self.experts(tokens, ids, weights).reshape(input.shape)
+        out = in_shape(self.experts(tokens, ids, weights), input.shape)
         if self.shared_experts is not None:
             out = self.shared_experts(input, out)
         if residual is not None:
