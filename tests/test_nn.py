@@ -528,7 +528,7 @@ def test_rotary_takes_any_length_in_a_compiled_model() -> None:
 
 
 @pytest.mark.parametrize("fp8", [None, "blockwise"])
-@pytest.mark.parametrize("shape", [(32,), (6, 32), (2, 3, 32)])
+@pytest.mark.parametrize("shape", [(32,), (6, 32), (2, 3, 32), (2, 0, 32)])
 def test_outputs_are_no_views(shape: tuple[int, ...], fp8: str | None) -> None:
     """A hook on a view is lost when that is changed in place."""
     layers = [

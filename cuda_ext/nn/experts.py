@@ -15,7 +15,6 @@ from cuda_ext._expert_parallel import shares
 from cuda_ext._experts import mixture_of_experts
 from cuda_ext._fp8_recipes import EXPERTS_RECIPES, checked_experts_recipe
 from cuda_ext._gemm import gemm
-from cuda_ext._shapes import in_shape
 from cuda_ext.fp8 import ConvertibleLayer, convertible_layers
 from cuda_ext.nn.linear import MLP, GatedMLP
 
@@ -360,7 +359,8 @@ class MixtureOfExperts(nn.Module):
     ) -> Tensor | tuple[Tensor, RouterLosses]:
         tokens = input.reshape(-1, input.shape[-1])
         logits, weights, ids = self.gate(tokens)
-        out = in_shape(self.experts(tokens, ids, weights), input.shape)
+        of_tokens = (*input.shape[:-1], ids.shape[-1])
+        out = self.experts(input, ids.reshape(of_tokens), weights.reshape(of_tokens))
         if self.shared_experts is not None:
             out = self.shared_experts(input, out)
         if residual is not None:

@@ -29,9 +29,9 @@ from cuda_ext.distributed.process_groups import resolve_group
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# One rank returns early: after a kernel each further call of Python costs it microseconds. What is not one of these
-# names goes on to its error.
-OR_NONE = (None, *NAMES)
+# Each function returns early for one rank, since every further call of Python after a kernel costs microseconds. A
+# layout that is not one of these names goes on to `_over_ranks`, which checks it.
+KEY_NAMES = (None, *NAMES)
 
 
 def ring_attention(
@@ -93,7 +93,13 @@ def ring_attention(
             blocks of `block_mask`.
     """
     group = resolve_group("cuda_ext.distributed.context_parallel.ring_attention", group)
-    if group.size() == 1 and ulysses_group is None and layout in NAMES and key_layout in OR_NONE and method in METHODS:
+    if (
+        group.size() == 1
+        and ulysses_group is None
+        and layout in NAMES
+        and key_layout in KEY_NAMES
+        and method in METHODS
+    ):
         return flash_attention(query, key, value, return_lse=return_lse, **options)
     groups, given = Groups(group, ulysses_group), (query, key, value)
     return _over_ranks("ring_attention", groups, given, layout, key_layout, method, return_lse, options)
@@ -127,7 +133,7 @@ def ulysses_attention(
         ValueError: fewer heads than ranks; use `ring_attention`, or both by its `ulysses_group`.
     """
     group = resolve_group("cuda_ext.distributed.context_parallel.ulysses_attention", group)
-    if group.size() == 1 and layout in NAMES and key_layout in OR_NONE:
+    if group.size() == 1 and layout in NAMES and key_layout in KEY_NAMES:
         return flash_attention(query, key, value, return_lse=return_lse, **options)
     groups, given = Groups(None, group), (query, key, value)
     return _over_ranks("ulysses_attention", groups, given, layout, key_layout, "all_gather", return_lse, options)
@@ -166,7 +172,13 @@ def ring_attention_varlen(
     All else is as for `ring_attention`.
     """
     group = resolve_group("cuda_ext.distributed.context_parallel.ring_attention_varlen", group)
-    if group.size() == 1 and ulysses_group is None and layout in NAMES and key_layout in OR_NONE and method in METHODS:
+    if (
+        group.size() == 1
+        and ulysses_group is None
+        and layout in NAMES
+        and key_layout in KEY_NAMES
+        and method in METHODS
+    ):
         return flash_attention_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, return_lse=return_lse, **options)
     groups, given = Groups(group, ulysses_group), (query, key, value, cu_seqlens_q, cu_seqlens_k)
     return _over_ranks("ring_attention_varlen", groups, given, layout, key_layout, method, return_lse, options)
@@ -187,7 +199,7 @@ def ulysses_attention_varlen(
 ) -> Any:
     """`ulysses_attention` of packed sequences; arguments and results are those of `ring_attention_varlen`."""
     group = resolve_group("cuda_ext.distributed.context_parallel.ulysses_attention_varlen", group)
-    if group.size() == 1 and layout in NAMES and key_layout in OR_NONE:
+    if group.size() == 1 and layout in NAMES and key_layout in KEY_NAMES:
         return flash_attention_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, return_lse=return_lse, **options)
     groups, given = Groups(None, group), (query, key, value, cu_seqlens_q, cu_seqlens_k)
     return _over_ranks("ulysses_attention_varlen", groups, given, layout, key_layout, "all_gather", return_lse, options)
@@ -203,7 +215,7 @@ def _over_ranks(
     return_lse: bool,
     options: Mapping[str, Any],
 ) -> Any:
-    """given: query, key, value, and of packed sequences both cu_seqlens."""
+    """A call that has not returned early. given: query, key, value, and of packed sequences both cu_seqlens."""
     if groups.sizes == (1, 1):
         check_method(op, method)
         for name, each, tensor in (
